@@ -1,0 +1,41 @@
+"""Repairs of Megatron-Core's modules that are needed once the "GPU" is the CPU. Each is applied at import."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+
+from k3_plugins.platform.cpu import distributed_optimizer
+from k3_plugins.platform.cpu.import_hook import after_import
+
+
+def install() -> None:
+    """Register the repairs; Megatron is not imported here."""
+    after_import("megatron.training.initialize", _no_warm_up)
+    after_import("megatron.core.datasets.utils", _no_recompilation)
+    after_import("megatron.core.optimizer.distrib_optimizer", distributed_optimizer.repair)
+
+
+def _no_warm_up(module: ModuleType) -> None:
+    # The warm-up of the fused functions draws random tensors "on the GPU", as many as the layout says. From
+    # the one generator of the CPU this would make the initial weights depend on --tensor-model-parallel-size,
+    # silently. Nothing is compiled here (TORCHDYNAMO_DISABLE), so there is nothing to warm up.
+    @functools.wraps(module._warmup_jit_function)
+    def _warmup_jit_function(*args, **kwargs) -> None:
+        return None
+
+    module._warmup_jit_function = _warmup_jit_function
+
+
+def _no_recompilation(module: ModuleType) -> None:
+    # The wheel ships the index builder compiled, without the Makefile: `make` there ends the job. A source
+    # checkout that has not built it yet still does.
+    original = module.compile_helpers
+
+    @functools.wraps(original)
+    def compile_helpers(*args, **kwargs) -> None:
+        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+            original(*args, **kwargs)
+
+    module.compile_helpers = compile_helpers
