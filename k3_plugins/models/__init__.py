@@ -1,0 +1,1 @@
+"""Model descriptions; the only place that composes features into a model."""

@@ -1,0 +1,160 @@
+"""Layer specs of a Kimi-K3-style GPT: what ``--spec k3_plugins.models.kimi_k3.layer_specs gpt`` names.
+
+The one place that composes the features into layers. Every layer is
+
+    input_layernorm -> KDA or full attention -> pre_mlp_layernorm -> dense MLP or mixture of experts
+
+with a norm and an attention core of our own: Megatron's local spec refuses sequence and context parallelism.
+"""
+
+from functools import partial
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType, LayerType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from k3_plugins.activation import current
+from k3_plugins.models.kimi_k3.config import expert_pattern
+from k3_plugins.transformer.core_attention import CausalCoreAttention
+from k3_plugins.transformer.gated_mla.config import GatedMLAConfig
+from k3_plugins.transformer.gated_mla.layer import GatedMLASelfAttention
+from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.layer import KimiDeltaAttention
+from k3_plugins.transformer.kda.pattern import resolve_pattern
+from k3_plugins.transformer.norm import RMSNorm
+
+
+def gpt(config: object, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers that this pipeline (and virtual pipeline) stage builds.
+
+    Under the plug-in's doors the active features decide. In a launcher of your own, without them, KDA takes the layers
+    that ``linear_attention_freq`` marks (3 in 4 by default) and the others are gated MLA when the config is an MLA
+    config, plain attention otherwise; use ``functools.partial(block_spec, ...)`` for other feature settings.
+
+    Args:
+        config: Megatron's ``GPTModelConfig``, or a bare ``TransformerConfig``.
+        vp_stage: virtual pipeline stage.
+    """
+    transformer: TransformerConfig = getattr(config, "transformer", config)
+    activation = current()
+    if activation is None:
+        mla = GatedMLAConfig() if transformer.multi_latent_attention else None
+        return block_spec(transformer, vp_stage, kda=KDAConfig(), mla=mla)
+    return block_spec(
+        transformer, vp_stage, kda=activation.configs.get("kda"), mla=activation.configs.get("gated-mla")
+    )
+
+
+def block_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, kda: KDAConfig | None, mla: GatedMLAConfig | None
+) -> TransformerBlockSubmodules:
+    """``gpt`` with the feature settings spelled out; None turns a feature off.
+
+    Raises:
+        ValueError: gated MLA without an MLA config, or the reverse; a layer pattern that does not fit the depth.
+    """
+    if (mla is not None) != config.multi_latent_attention:
+        raise ValueError(
+            "gated-mla and --multi-latent-attention must be used together: full-attention layers take their sizes from "
+            "Megatron's MLA config. Add gated-mla to --k3-plugins, or drop --multi-latent-attention."
+        )
+    attention = [0] * config.num_layers
+    if kda is not None:
+        attention = resolve_pattern(
+            config.linear_attention_freq, config.num_layers, kda.kda_last_layer_full_attention
+        )
+    experts = _moe_pattern(config)
+    local = _local_layers(config, vp_stage)
+    layers = [_layer_spec(config, kda if attention[i] else None, mla, bool(experts[i])) for i in local]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(
+    config: TransformerConfig, kda: KDAConfig | None, mla: GatedMLAConfig | None, is_moe: bool
+) -> ModuleSpec:
+    if kda is not None:
+        attention = ModuleSpec(module=KimiDeltaAttention, params={"kda_config": kda})
+    elif mla is not None:
+        attention = ModuleSpec(module=GatedMLASelfAttention, params={"mla_config": mla})
+    else:
+        attention = ModuleSpec(
+            module=SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=ColumnParallelLinear,
+                core_attention=CausalCoreAttention,
+                linear_proj=RowParallelLinear,
+                q_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+                k_layernorm=RMSNorm if config.qk_layernorm else IdentityOp,
+            ),
+        )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_moe(config) if is_moe else _dense_mlp(config),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _backend(config: TransformerConfig) -> BackendSpecProvider:
+    """Where the feed-forward networks' linear layers come from: Transformer Engine when asked for, else Megatron."""
+    if config.transformer_impl != "transformer_engine":
+        return LocalSpecProvider()
+    if not HAVE_TE:
+        raise ValueError(
+            "--transformer-impl transformer_engine needs Transformer Engine: pip install "
+            "'transformer-engine[core-cu13,pytorch]', or pass --transformer-impl local."
+        )
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def _dense_mlp(config: TransformerConfig) -> partial:
+    backend = _backend(config)
+    return partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()),
+    )
+
+
+def _moe(config: TransformerConfig) -> object:
+    return get_moe_module_spec_for_backend(
+        backend=_backend(config), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+
+
+def _moe_pattern(config: TransformerConfig) -> list[int]:
+    """1 for a mixture-of-experts layer, 0 for a dense one, layer by layer (Megatron's ``--moe-layer-freq``)."""
+    if config.num_moe_experts is None:
+        return expert_pattern(config.num_layers, first_dense=config.num_layers)
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [1 if i % frequency == 0 else 0 for i in range(config.num_layers)]
+    if len(frequency) != config.num_layers or set(frequency) - {0, 1}:
+        raise ValueError(
+            f"--moe-layer-freq {frequency} does not fit --num-layers {config.num_layers}; give one 0 or 1 per layer."
+        )
+    return list(frequency)
+
+
+def _local_layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
+    """0-based numbers of the layers on this stage."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage)
+    return list(range(offset, offset + get_num_layers_to_build(config, vp_stage=vp_stage)))

@@ -1,0 +1,1 @@
+"""Attention, mixture-of-experts and residual modules; folders mirror ``megatron/core/transformer``."""
