@@ -1,0 +1,132 @@
+"""Run a training module unchanged and write the first step's gradients in a layout-independent form.
+
+    python -m tests.harness.gradients RECORDS [--perturb] TARGET [arguments of TARGET]
+
+Also writes the records of `tests.harness.recorded`. Before the first optimizer step each rank saves every gradient
+shard with its place in the whole parameter, taken from the model's own distributed-checkpoint description; `assemble`
+puts the shards of all ranks together and checks that replicas agree. With --perturb every one-dimensional parameter
+is made random before training, so that a gradient assigned to the wrong head or channel cannot hide behind equal
+values.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import torch
+
+from k3_plugins.platform.cpu.import_hook import after_import
+from tests.harness.recorded import record
+
+
+def main() -> None:
+    directory, *rest = sys.argv[1:]
+    perturb = rest[0] == "--perturb"
+    if perturb:
+        rest = rest[1:]
+    record(directory, digest=False)
+    after_import("megatron.training.training", lambda module: _wrap(module, Path(directory), perturb))
+    sys.argv = rest
+    runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+
+
+def _wrap(module, directory: Path, perturb: bool) -> None:
+    setup = module.setup_model_and_optimizer
+
+    def setup_then_watch(*args, **kwargs):
+        model, optimizer, scheduler = setup(*args, **kwargs)
+        if perturb:
+            _perturb(model)
+            optimizer.reload_model_params()
+        step, done = optimizer.step, []
+
+        def step_after_dump(*step_args, **step_kwargs):
+            if not done:
+                done.append(True)
+                _dump(model, directory / f"grads{os.environ.get('RANK', '0')}.pt")
+            return step(*step_args, **step_kwargs)
+
+        optimizer.step = step_after_dump
+        return model, optimizer, scheduler
+
+    module.setup_model_and_optimizer = setup_then_watch
+
+
+def _perturb(model) -> None:
+    generator = torch.Generator().manual_seed(1234)
+    with torch.no_grad():
+        for chunk in model:
+            for _, parameter in sorted(chunk.named_parameters()):
+                if parameter.dim() == 1:
+                    parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+
+def _dump(model, path: Path) -> None:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    shards = []
+    for chunk in model:
+        _complete_distributed_gradients(chunk)
+        values = {}
+        for parameter in chunk.parameters():
+            values[parameter] = parameter.data
+            parameter.data = parameter.main_grad.detach().clone()
+        sharded = chunk.sharded_state_dict()
+        apply_factories(sharded)
+        for tensor in nested_values(sharded):
+            if isinstance(tensor, ShardedTensor) and tensor.data is not None:
+                shards.append((tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.detach().clone()))
+        for parameter, data in values.items():
+            parameter.data = data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(shards, path)
+
+
+def _complete_distributed_gradients(chunk) -> None:
+    """With the distributed optimizer each rank holds one reduced piece of every bucket; gather the others."""
+    if not chunk.ddp_config.use_distributed_optimizer:
+        return
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            pieces = list(bucket.grad_data.chunk(group.size()))
+            gathered = [torch.empty_like(piece) for piece in pieces]
+            torch.distributed.all_gather(gathered, pieces[group.rank()].clone(), group=group)
+            bucket.grad_data.copy_(torch.cat(gathered))
+
+
+def assemble(directory: Path, replica_tolerance: float = 1e-6) -> dict[str, torch.Tensor]:
+    """Every whole gradient from the shards of all ranks; replicas must agree and no element may be missing."""
+    full: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(directory).glob("grads*.pt")):
+        for key, shape, offset, data in torch.load(path, weights_only=False):
+            whole = full.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
+            region = whole[tuple(slice(o, o + n) for o, n in zip(offset, data.shape[-len(shape) :], strict=True))]
+            data = data.reshape(region.shape)
+            if not torch.isnan(region).any():
+                scale = data.abs().max().clamp(min=1e-20)
+                difference = ((region - data).abs().max() / scale).item()
+                assert difference <= replica_tolerance, f"replicas of {key} differ by {difference:.1e} in {path.name}"
+            region.copy_(data)
+    holes = [key for key, whole in full.items() if torch.isnan(whole).any()]
+    assert not holes, f"gradient elements that no rank reported: {holes}"
+    return full
+
+
+def largest_difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Largest relative error (over each tensor's largest entry) and the parameter it occurs in."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    errors = {
+        key: ((actual[key] - value).abs().max() / value.abs().max().clamp(min=1e-20)).item()
+        for key, value in expected.items()
+    }
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+if __name__ == "__main__":
+    main()
