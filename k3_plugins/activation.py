@@ -1,0 +1,94 @@
+"""What is on in this process: the one object that features, model builders and reports ask.
+
+    activation = k3_plugins.activation.current()     # None when no feature was named
+    activation.config("kda")                         # the typed config, after the arguments were parsed
+    activation.platform                              # "cpu" or "cuda"
+    activation.as_dict()                             # JSON: what is compared across ranks and saved in reports
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import k3_plugins
+from k3_plugins.arguments import Control, plain_config
+from k3_plugins.feature import Feature, FeatureError, Witness
+from k3_plugins.patching import PatchManager, PatchStatus
+
+if TYPE_CHECKING:
+    from k3_plugins.agreement import AbortChannel
+
+
+@dataclass
+class Activation:
+    """The active features, in feature order, with everything the engine knows about them."""
+
+    features: tuple[Feature, ...]
+    platform: str
+    platform_reason: str
+    door: str
+    control: Control
+    manager: PatchManager
+    statuses: Sequence[PatchStatus]
+    megatron_version: str
+    left_out: tuple[str, ...] = ()
+    """Preset members that do not fit the parallel layout, with the reason."""
+    configs: dict[str, Any] = field(default_factory=dict)
+    """Typed config by feature name; filled when Megatron's arguments are parsed."""
+    witnesses: Mapping[str, Witness] = field(default_factory=dict)
+    """This rank's witness by feature name; filled after the first training step."""
+    abort_channel: AbortChannel | None = None
+    """How a rank that fails during set-up tells the others; None in a job of one process."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the active features, in feature order."""
+        return tuple(feature.name for feature in self.features)
+
+    def config(self, name: str) -> Any:
+        """The typed config of an active feature (None if it has no flags).
+
+        Raises:
+            FeatureError: if the feature is not active, or the arguments were not parsed yet.
+        """
+        if name not in self.names:
+            raise FeatureError(f"feature {name!r} is not active: add it to --k3-plugins {','.join(self.names)}")
+        if name not in self.configs:
+            raise FeatureError(f"the config of feature {name!r} is read before Megatron's arguments were validated")
+        return self.configs[name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything that must be the same on every rank, as JSON values."""
+        return {
+            "features": list(self.names),
+            "configs": {name: plain_config(config) for name, config in self.configs.items()},
+            "patches": [
+                f"{patch.id} {patch.kind.value} {patch.target} ({patch.feature})" for patch in self.manager.patches
+            ],
+            "platform": self.platform,
+            "megatron": self.megatron_version,
+            "k3_plugins": k3_plugins.__version__,
+        }
+
+
+def digest(contents: Mapping[str, Any]) -> str:
+    """A short hash of JSON values, the same for equal values in any order of keys."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
+
+
+_current: Activation | None = None
+
+
+def current() -> Activation | None:
+    """The activation of this process, or None if no feature was named."""
+    return _current
+
+
+def set_current(activation: Activation | None) -> None:
+    """For :mod:`k3_plugins.bootstrap`."""
+    global _current
+    _current = activation

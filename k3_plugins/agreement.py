@@ -1,0 +1,177 @@
+"""What ranks tell each other through the rendezvous store: the same set of features, and news of a failure.
+
+:func:`compare` runs before the first collective. A collective cannot be used: on a rank that was started without the
+plug-ins it would pair up with a collective of Megatron's own and hang or corrupt it. Rank 0 collects what every rank
+posted and publishes the verdict; a rank that never posts is named after a timeout.
+
+:class:`AbortChannel` covers the time from there to the end of the first step: a rank that fails alone (a stage whose
+layers cannot be built) would leave the others waiting in a collective, so each rank watches the store for bad news.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from k3_plugins.activation import digest
+from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX
+
+_POSTED = "k3_plugins/activation/rank_{}"
+_VERDICT = "k3_plugins/activation/verdict"
+_READ = "k3_plugins/activation/read"
+_ABORT = "k3_plugins/abort/message"
+_HEARD = "k3_plugins/abort/heard"
+_PARTING_SECONDS = 10.0
+"""How long a rank that brings bad news waits for the others to have read it."""
+
+
+class Disagreement(Exception):
+    """The ranks do not run the same features; the same text reaches every rank that takes part."""
+
+
+def compare(store: Any, rank: int, world_size: int, contents: Mapping[str, Any], timeout: float) -> None:
+    """Compare what this rank runs with what the others run.
+
+    Args:
+        store: a torch.distributed store that all ranks share.
+        contents: JSON values that must be equal on all ranks.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        Disagreement: if a rank runs something else, or does not answer in time.
+    """
+    store.set(_POSTED.format(rank), json.dumps(contents, sort_keys=True))
+    if rank == 0:
+        verdict = _judge(store, world_size, timeout)
+        store.set(_VERDICT, verdict)
+    else:
+        try:
+            # Rank 0 may start waiting later than this rank, and publishes only after its own wait.
+            verdict = _get(store, _VERDICT, 2 * timeout + 5)
+        except Exception as error:
+            raise Disagreement(
+                f"rank 0 gave no verdict on the features of the job within {2 * timeout + 5:g} s: was it started "
+                f"without --k3-plugins? Start every rank with the same command line. ({type(error).__name__})"
+            ) from error
+    store.add(_READ, 1)
+    if verdict:
+        if rank == 0:  # the store may live in this process: let the others read before it goes
+            _wait_for_count(store, _READ, world_size, _PARTING_SECONDS)
+        raise Disagreement(verdict)
+
+
+def _judge(store: Any, world_size: int, timeout: float) -> str:
+    """The message for all ranks; empty if they agree."""
+    deadline = time.monotonic() + timeout
+    groups: dict[str, list[int]] = {}
+    contents: dict[str, Mapping[str, Any]] = {}
+    absent: list[int] = []
+    for rank in range(world_size):
+        try:
+            value = json.loads(_get(store, _POSTED.format(rank), max(0.1, deadline - time.monotonic())))
+        except Exception:  # a timeout; its type differs between stores
+            absent.append(rank)
+            continue
+        key = digest(value)
+        groups.setdefault(key, []).append(rank)
+        contents[key] = value
+    if absent:
+        return (
+            f"{ranks_text(absent)} did not report any feature within {timeout:g} s (--k3-check-timeout), "
+            f"{ranks_text(sorted(sum(groups.values(), [])))} did: was it started without --k3-plugins? "
+            "Start every rank with the same command line."
+        )
+    if len(groups) == 1:
+        return ""
+    (first, reference), *others = contents.items()
+    lines = [f"the ranks do not run the same thing; {ranks_text(groups[first])} against:"]
+    for key, value in others:
+        lines += [f"  {ranks_text(groups[key])}: {difference}" for difference in _differences(reference, value)]
+    return "\n".join([*lines, "Start every rank with the same command line and the same installation."])
+
+
+def _differences(reference: Any, other: Any, path: str = "") -> list[str]:
+    if isinstance(reference, dict) and isinstance(other, dict):
+        found = []
+        for key in sorted(reference.keys() | other.keys()):
+            found += _differences(reference.get(key), other.get(key), f"{path}.{key}" if path else key)
+        return found
+    if reference == other:
+        return []
+    if isinstance(reference, list) and isinstance(other, list) and path == "patches":
+        only = sorted(set(map(str, reference)) ^ set(map(str, other)))
+        return [f"{path} differ by {', '.join(only)}"] if only else [f"{path} are in another order"]
+    return [f"{path} is {other}, not {reference}"]
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) != 1 else ''} {text or 'none'}"
+
+
+def _get(store: Any, key: str, seconds: float) -> str:
+    store.wait([key], timedelta(seconds=seconds))
+    return store.get(key).decode()
+
+
+def _wait_for_count(store: Any, key: str, count: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while store.add(key, 0) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+class AbortChannel:
+    """Ends all ranks with one message when one of them fails during set-up."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store = store
+        self._watched = store.clone()  # its own connection: a store call in the main thread may block for long
+        self._rank = rank
+        self._world_size = world_size
+        # Thousands of ranks ask one server; keep it below about 1000 requests a second.
+        self._interval = max(0.5, world_size / 1000)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="k3_plugins abort channel", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching: set-up is over."""
+        self._stop.set()
+
+    def publish(self, message: str, code: int = EXIT_BAD_ARGUMENTS) -> None:
+        """Tell the other ranks, and wait until they heard it (or some seconds, if they cannot)."""
+        self.stop()
+        news = json.dumps({"rank": self._rank, "message": message, "code": code})
+        self._watched.compare_set(_ABORT, "", news)
+        self._watched.add(_HEARD, 1)
+        _wait_for_count(self._watched, _HEARD, self._world_size, _PARTING_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                if not self._watched.check([_ABORT]):
+                    continue
+                news = json.loads(self._watched.get(_ABORT).decode())
+                self._watched.add(_HEARD, 1)
+            except Exception as error:
+                print(f"k3_plugins: the rendezvous store is gone ({error}); watching ends", file=sys.stderr, flush=True)
+                return
+            print(f"{PREFIX}rank {news['rank']}: {news['message']}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(news["code"])

@@ -1,0 +1,28 @@
+"""The one way in which the engine ends a job that must not go on: a sentence on stderr and exit code 2.
+
+``fail`` is for every kind of argument error. Before torch.distributed is up it raises SystemExit, so that cleanup
+handlers run. Afterwards it leaves through ``os._exit``: destroying a process group, or joining the threads of a
+communication library, can hang for ever when the peers are gone, and the exit code would be lost.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+EXIT_BAD_ARGUMENTS = 2
+PREFIX = "k3_plugins: error: "
+
+
+def fail(message: str, *, code: int = EXIT_BAD_ARGUMENTS, at_once: bool = False) -> NoReturn:
+    """Print ``message`` on stderr (once in this process) and end the process.
+
+    Args:
+        message: a sentence that says what is wrong and what to type.
+        code: exit code; 2 is for argument errors.
+        at_once: leave without interpreter shutdown, for when other ranks may already be gone or waiting.
+    """
+    print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
+    if at_once:
+        sys.stdout.flush()
+        os._exit(code)
+    raise SystemExit(code)

@@ -1,0 +1,220 @@
+"""The one ordered list of features, the presets, and how third parties add theirs.
+
+Nothing is imported until a feature is asked for by name. The order is the order in which patches of one target stack.
+Third parties use the entry-point group ``k3_plugins.features``, name = feature name, value = ``module:FEATURE``; they
+come after the built-in ones. A third party's plug-in that is named and cannot be loaded ends the job: it is never
+skipped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from k3_plugins.feature import Feature, FeatureError, verify
+
+ENTRY_POINT_GROUP = "k3_plugins.features"
+
+
+@dataclass(frozen=True)
+class FeatureEntry:
+    """One feature that can be named, not yet imported."""
+
+    name: str
+    module: str
+    """The module that holds ``FEATURE`` (for a third party: the entry point's value)."""
+    summary: str
+    """One line for ``--help`` and the doctor."""
+    folder: str
+    """The folder with the README, relative to the repository (for a third party: its distribution)."""
+    entry_point: importlib.metadata.EntryPoint | None = None
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, for messages."""
+        if self.entry_point is None:
+            return self.module
+        return f"distribution {self.folder} (entry point {self.entry_point.value})"
+
+
+BUILT_IN: tuple[FeatureEntry, ...] = (
+    FeatureEntry(
+        "kda",
+        "k3_plugins.transformer.kda.feature",
+        "Kimi Delta Attention layers",
+        "k3_plugins/transformer/kda",
+    ),
+    FeatureEntry(
+        "gated-mla",
+        "k3_plugins.transformer.gated_mla.feature",
+        "multi-head latent attention with an output gate and without position encoding",
+        "k3_plugins/transformer/gated_mla",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class PresetMember:
+    """A feature of a preset, and the parallel layout without which it is left out."""
+
+    feature: str
+    flag: str | None = None
+    """A Megatron flag such as ``--pipeline-model-parallel-size`` ..."""
+    at_least: int = 1
+    """... that must be at least this (1 if the flag is not given)."""
+
+
+PRESETS: dict[str, tuple[PresetMember, ...]] = {
+    "k3": (PresetMember("kda"), PresetMember("gated-mla")),
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The result of reading ``--k3-plugins``."""
+
+    entries: tuple[FeatureEntry, ...]
+    """In feature order."""
+    left_out: tuple[str, ...] = ()
+    """Members of a preset that do not fit the layout, with the reason."""
+
+
+def third_party() -> list[FeatureEntry]:
+    """The installed entry points, read from package metadata without importing anything.
+
+    A name that two distributions claim, or that a built-in feature has, yields several entries; :func:`select` refuses
+    it when it is asked for.
+    """
+    entries = []
+    for point in sorted(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda p: (p.name, p.value)):
+        distribution = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+        entries.append(FeatureEntry(point.name, point.module, "third party", distribution, point))
+    return entries
+
+
+def available() -> list[FeatureEntry]:
+    """Everything that can be named, in feature order."""
+    return [*BUILT_IN, *third_party()]
+
+
+def select(names: Sequence[str], integer_flags: Mapping[str, int]) -> Selection:
+    """Turn the words after ``--k3-plugins`` into entries in feature order.
+
+    Args:
+        names: feature and preset names, repetitions allowed.
+        integer_flags: the integer flags on the command line, for the presets' layout conditions.
+
+    Raises:
+        FeatureError: for an unknown name (with the nearest known ones) or a name with two owners.
+    """
+    entries = available()
+    known = {entry.name for entry in entries}
+    wanted: list[str] = []
+    left_out: list[str] = []
+    for name in names:
+        if name in PRESETS:
+            for member in PRESETS[name]:
+                if member.flag and integer_flags.get(member.flag, 1) < member.at_least:
+                    left_out.append(f"{member.feature} (preset {name}: needs {member.flag} >= {member.at_least})")
+                else:
+                    wanted.append(member.feature)
+        elif name in known:
+            wanted.append(name)
+        else:
+            raise FeatureError(_unknown(name, known))
+    for name in set(wanted):
+        owners = [entry for entry in entries if entry.name == name]
+        if len(owners) > 1:
+            raise FeatureError(
+                f"feature {name!r} is offered by {' and by '.join(owner.origin for owner in owners)}; "
+                "uninstall all but one of them"
+            )
+    return Selection(tuple(entry for entry in entries if entry.name in wanted), tuple(left_out))
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    choices = sorted(known | PRESETS.keys())
+    near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return (
+        f"--k3-plugins: there is no feature {name!r}.{hint} The features are {', '.join(sorted(known)) or 'none'}; "
+        f"the presets are {', '.join(sorted(PRESETS))}."
+    )
+
+
+def load(entry: FeatureEntry) -> Feature:
+    """Import a feature and compare it with the protocol.
+
+    Raises:
+        FeatureError: naming the module or distribution and the exception, if it cannot be imported or does not satisfy
+            the protocol. Broken packages raise all kinds of exceptions on import, so every kind is reported here.
+    """
+    try:
+        if entry.entry_point is not None:
+            feature = entry.entry_point.load()
+        else:
+            feature = importlib.import_module(entry.module).FEATURE
+    except Exception as error:
+        advice = (
+            f"repair or uninstall {entry.folder}, or leave {entry.name!r} out of --k3-plugins"
+            if entry.entry_point
+            else "run python -m k3_plugins.doctor for what is missing"
+        )
+        raise FeatureError(
+            f"feature {entry.name!r} from {entry.origin} cannot be loaded: {type(error).__name__}: {error}; {advice}"
+        ) from error
+    verify(feature, registered_as=entry.name, origin=entry.origin)
+    return feature
+
+
+def check_relations(features: Sequence[Feature]) -> None:
+    """Refuse a set with unmet requirements or conflicts.
+
+    Raises:
+        FeatureError: with the ``--k3-plugins`` line to type.
+    """
+    names = [feature.name for feature in features]
+    missing = {need for feature in features for need in feature.requires if need not in names}
+    if missing:
+        by = [feature.name for feature in features if missing & set(feature.requires)]
+        raise FeatureError(
+            f"{', '.join(by)} need{'s' if len(by) == 1 else ''} {', '.join(sorted(missing))} as well: "
+            f"type --k3-plugins {','.join([*sorted(missing), *names])}"
+        )
+    for feature in features:
+        clash = [other for other in feature.conflicts if other in names]
+        if clash:
+            raise FeatureError(
+                f"features {feature.name!r} and {clash[0]!r} exclude each other: type --k3-plugins "
+                f"{','.join(n for n in names if n != clash[0])} or --k3-plugins "
+                f"{','.join(n for n in names if n != feature.name)}"
+            )
+
+
+def in_dependency_order(features: Sequence[Feature]) -> list[Feature]:
+    """Feature order, with every feature after the ones it requires.
+
+    Raises:
+        FeatureError: if requirements form a circle.
+    """
+    by_name = {feature.name: feature for feature in features}
+    ordered: list[Feature] = []
+    visiting: list[str] = []
+
+    def visit(feature: Feature) -> None:
+        if feature in ordered:
+            return
+        if feature.name in visiting:
+            raise FeatureError(f"features require each other in a circle: {' -> '.join([*visiting, feature.name])}")
+        visiting.append(feature.name)
+        for need in feature.requires:
+            visit(by_name[need])
+        visiting.pop()
+        ordered.append(feature)
+
+    for feature in features:
+        visit(feature)
+    return ordered

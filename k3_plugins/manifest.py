@@ -1,0 +1,280 @@
+"""Which features a checkpoint was saved with, and whether it may be loaded with those that are active now.
+
+``k3_manifest.json`` lies in the iteration folder. It is written after the data and before Megatron moves the tracker
+file on, so no checkpoint that the tracker names is ever without it. Features that change the parameters, and their
+config fields (unless a field's metadata says ``changes_parameters: False``), must be the same on loading; anything
+else may be toggled.
+
+This module imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import k3_plugins
+from k3_plugins.activation import Activation
+from k3_plugins.arguments import config_fields, flag_line, plain, plain_config
+from k3_plugins.feature import Feature, FeatureError
+
+FILE_NAME = "k3_manifest.json"
+_FORMAT = 1
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def contents(activation: Activation, iteration: int) -> dict[str, Any]:
+    """The manifest as JSON values."""
+    return {
+        "format": _FORMAT,
+        "k3_plugins": k3_plugins.__version__,
+        "megatron": activation.megatron_version,
+        "iteration": iteration,
+        "features": {
+            feature.name: {
+                "changes_parameters": feature.changes_parameters,
+                "config": plain_config(activation.configs.get(feature.name)),
+                "parameter_fields": parameter_fields(feature),
+                "flags": flag_line(activation.configs[feature.name], parameter_fields(feature))
+                if feature.config is not None
+                else [],
+            }
+            for feature in activation.features
+        },
+    }
+
+
+def parameter_fields(feature: Feature) -> list[str]:
+    """The config fields that must not change between saving and loading."""
+    if feature.config is None or not feature.changes_parameters:
+        return []
+    return [item.name for item in config_fields(feature.config) if item.metadata.get("changes_parameters", True)]
+
+
+def write(folder: str | os.PathLike[str], activation: Activation, iteration: int) -> None:
+    """Write the manifest into an iteration folder, atomically. One rank calls this."""
+    text = json.dumps(contents(activation, iteration), indent=2) + "\n"
+    if _is_remote(folder):
+        # An object store publishes a file when it is closed, so there is nothing to rename.
+        with _remote().open(os.path.join(str(folder), FILE_NAME), "w") as file:
+            file.write(text)
+        return
+    path = Path(folder) / FILE_NAME
+    temporary = path.with_name(f".{FILE_NAME}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that Megatron would load."""
+
+    folder: str
+    manifest: Mapping[str, Any] | None
+    """None if it was saved without k3_plugins."""
+
+
+def find(load: str, step: str | int | None = None) -> Found | None:
+    """The checkpoint a ``--load`` folder leads to, by Megatron's rules; None if there is none.
+
+    Raises:
+        FeatureError: if the tracker file or the manifest cannot be understood, or the tracker names a missing folder.
+    """
+    name = f"iter_{int(step):07d}" if step else _tracked(load)
+    if name is None:
+        return None
+    folder = os.path.join(load, name)
+    if not _exists(folder):
+        raise FeatureError(
+            f"--load {load}: {'--ckpt-step' if step else _TRACKER} names {name}, but there is no such folder; "
+            "name an iteration that exists with --ckpt-step"
+        )
+    return Found(folder, _read(folder))
+
+
+def _tracked(load: str) -> str | None:
+    tracker = os.path.join(load, _TRACKER)
+    if not _exists(tracker):
+        return None
+    word = _text(tracker).strip()
+    if word == "release":
+        return "release"
+    if not word.isdigit():
+        raise FeatureError(f"--load {load}: {_TRACKER} holds {word!r} instead of an iteration; write the number there")
+    return f"iter_{int(word):07d}"
+
+
+def _read(folder: str) -> Mapping[str, Any] | None:
+    path = os.path.join(folder, FILE_NAME)
+    if not _exists(path):
+        return None
+    try:
+        manifest = json.loads(_text(path))
+        known = manifest["format"] == _FORMAT
+        manifest["features"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FeatureError(f"{path} is damaged ({type(error).__name__}: {error}); restore it from a copy") from error
+    if not known:
+        raise FeatureError(
+            f"{path} has format {manifest['format']}, this k3_plugins {k3_plugins.__version__} reads format {_FORMAT}: "
+            "load it with the version that saved it"
+        )
+    return manifest
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+    return "://" in str(path)
+
+
+def _remote() -> Any:
+    from megatron.core.msc_utils import MultiStorageClientFeature
+
+    return MultiStorageClientFeature.import_package()
+
+
+def _exists(path: str) -> bool:
+    return _remote().os.path.exists(path) if _is_remote(path) else os.path.exists(path)
+
+
+def _text(path: str) -> str:
+    with _remote().open(path, "r") if _is_remote(path) else open(path) as file:
+        return file.read()
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def check_load(args: Any, activation: Activation) -> list[str]:
+    """Check ``--load`` (and ``--pretrained-checkpoint``) before anything is built.
+
+    Returns:
+        notes for rank 0: toggles that do not change parameters.
+
+    Raises:
+        FeatureError: if there is no checkpoint, or it was saved with features that do not fit, with the flags to use.
+    """
+    found = _to_be_loaded(args)
+    if found is None:
+        if args.load is None:
+            return []
+        if activation.control.allow_empty_load:
+            return [f"--load {args.load} holds no checkpoint: starting from scratch (--k3-allow-empty-load)"]
+        raise FeatureError(
+            f"--load {args.load} holds no checkpoint (no {_TRACKER} there). Correct the path; or remove --load to "
+            "start from scratch; or add --k3-allow-empty-load if this folder is filled by --save later"
+        )
+    return compare(found, activation)
+
+
+def _to_be_loaded(args: Any) -> Found | None:
+    found = None
+    if args.load is not None:
+        found = find(args.load, args.ckpt_step)
+        if args.non_persistent_ckpt_type == "global":
+            local = args.non_persistent_global_ckpt_dir or os.path.join(args.load, "non_persistent")
+            temporary = find(local)
+            # Megatron takes the newer of the two, and the non-persistent one if they are equally old.
+            if temporary is not None and (found is None or _iteration(temporary) >= _iteration(found)):
+                found = temporary
+        elif args.non_persistent_ckpt_type == "local":
+            # Node-local checkpoints are found by their own manager, and only ones of the same job layout load.
+            return found
+    if found is None and args.pretrained_checkpoint is not None:
+        found = find(args.pretrained_checkpoint)
+        if found is None:
+            raise FeatureError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
+    return found
+
+
+def _iteration(found: Found) -> int:
+    name = os.path.basename(found.folder)
+    return int(name.removeprefix("iter_")) if name.startswith("iter_") else 0
+
+
+def compare(found: Found, activation: Activation) -> list[str]:
+    """Compare a checkpoint's features with the active ones; see :func:`check_load`."""
+    changing = {feature.name: feature for feature in activation.features if feature.changes_parameters}
+    if found.manifest is None:
+        if changing:
+            raise FeatureError(
+                f"checkpoint {found.folder} was saved without k3_plugins (it has no {FILE_NAME}), and "
+                f"{', '.join(changing)} change{'s' if len(changing) == 1 else ''} the parameters. Load it without "
+                "--k3-plugins, or train a new model without --load"
+            )
+        return [f"checkpoint {found.folder} was saved without k3_plugins; the active features do not change parameters"]
+    saved = found.manifest["features"]
+    saved_changing = {name: entry for name, entry in saved.items() if entry["changes_parameters"]}
+    faults = _faults(saved_changing, changing, activation)
+    if faults:
+        listing = "\n".join(f"  - {fault}" for fault in faults)
+        flags = " ".join(_flags_to_use(saved, saved_changing, activation))
+        raise FeatureError(
+            f"checkpoint {found.folder} does not fit the active features:\n{listing}\nTo load it, use:\n  {flags}"
+        )
+    toggled = sorted(set(saved) ^ set(activation.names))
+    return [f"checkpoint {found.folder}: {name} was toggled since; parameters are unaffected" for name in toggled]
+
+
+def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation: Activation) -> list[str]:
+    faults = [f"it was saved with feature {name!r}, which is off" for name in saved if name not in active]
+    faults += [f"it was saved without feature {name!r}, which is on" for name in active if name not in saved]
+    for name in saved.keys() & active.keys():
+        config = activation.configs.get(name)
+        now = {field: plain(getattr(config, field)) for field in parameter_fields(active[name])}
+        before = saved[name]["config"]
+        faults += [
+            f"{name}: {field} was {before.get(field, 'unknown')!r} when it was saved, now it is {now.get(field)!r}"
+            for field in sorted(now.keys() | set(saved[name]["parameter_fields"]))
+            if field not in before or before[field] != now.get(field)
+        ]
+    return faults
+
+
+def _flags_to_use(saved: Mapping[str, Any], saved_changing: Mapping[str, Any], activation: Activation) -> list[str]:
+    """The checkpoint's features that matter, plus the active ones that do not, in feature order."""
+    harmless = [feature.name for feature in activation.features if not feature.changes_parameters]
+    names = [*saved_changing, *(name for name in harmless if name not in saved_changing)]
+    flags = ["--k3-plugins", ",".join(names)] if names else ["(no --k3-plugins)"]
+    for entry in saved_changing.values():
+        flags += entry["flags"]
+    return flags
+
+
+def refuse_without_features(load: str, step: str | None) -> None:
+    """For a start without ``--k3-plugins``: stock Megatron cannot load parameters that a feature changed.
+
+    Raises:
+        FeatureError: with the flags to use.
+    """
+    if _is_remote(load):
+        return  # the storage client is set up by Megatron's own parser, later; Megatron then reports missing keys
+    try:
+        found = find(load, step)
+    except FeatureError:
+        return  # without features a folder that cannot be read is Megatron's business
+    if found is None or found.manifest is None:
+        return
+    changing = {name: entry for name, entry in found.manifest["features"].items() if entry["changes_parameters"]}
+    if changing:
+        flags = ["--k3-plugins", ",".join(changing), *_all_flags(changing.values())]
+        raise FeatureError(
+            f"checkpoint {found.folder} was saved with {', '.join(changing)}, and no feature is on. To load it, use:\n"
+            f"  {' '.join(flags)}"
+        )
+
+
+def _all_flags(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [word for entry in entries for word in entry["flags"]]
