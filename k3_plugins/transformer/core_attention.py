@@ -111,7 +111,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, scale: float, dropout_p: float, cu_
     ]
     slack = q.shape[2] - bounds[-1]
     if slack or not parts:
-        parts.append(q.new_zeros(q.shape[0], q.shape[1], slack, v.shape[-1]))
+        # The empty sums tie the zeros to the inputs: a batch of padding only still has a (zero) gradient for each.
+        tie = sum(t[..., :0].sum() for t in (q, k, v))
+        parts.append(q.new_zeros(q.shape[0], q.shape[1], slack, v.shape[-1]) + tie)
     return torch.cat(parts, dim=2)
 
 

@@ -1,6 +1,6 @@
 """Feature ``gated-mla``: gated multi-head latent attention without position encoding in the full-attention layers.
 
-Needs no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
+The layers need no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
 """
 
 from argparse import Namespace
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3_plugins.feature import FeatureError, Witness
-from k3_plugins.patching import Patch
+from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.gated_mla.config import GatedMLAConfig
+from k3_plugins.transformer.gated_mla.flops import add_gate_flops
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -24,8 +25,18 @@ class GatedMLA:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """None: ``--spec`` is seam enough."""
-        return ()
+        """The throughput figure; the layers themselves come in through ``--spec``."""
+        return (
+            Patch(
+                id="gated-mla.flops",
+                target="megatron.training.training:num_floating_point_operations",
+                kind=PatchKind.WRAP,
+                implementation=add_gate_flops,
+                feature=self.name,
+                reason="Megatron's MLA formula has no output gate; the count has no seam for it.",
+                remove_when="model configs report their own FLOPs per token",
+            ),
+        )
 
     def validate(self, args: Namespace, config: GatedMLAConfig) -> None:
         """Turn on Megatron's MLA sizes, require NoPE, check heads, and point ``--spec`` at the K3 layers."""

@@ -1,6 +1,6 @@
 """Feature ``kda``: Kimi Delta Attention in the layers that --linear-attention-freq marks.
 
-Needs no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
+The layers need no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
 """
 
 from argparse import Namespace
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3_plugins.feature import Backend, FeatureError, Witness
-from k3_plugins.patching import Patch
+from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.flops import correct_flops
 from k3_plugins.transformer.kda.pattern import resolve_pattern
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
@@ -25,8 +26,18 @@ class KDA:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """None: ``--spec`` is seam enough."""
-        return ()
+        """The throughput figure; the layers themselves come in through ``--spec``."""
+        return (
+            Patch(
+                id="kda.flops",
+                target="megatron.training.training:num_floating_point_operations",
+                kind=PatchKind.WRAP,
+                implementation=correct_flops,
+                feature=self.name,
+                reason="Megatron counts every layer as softmax attention; the count has no seam for other layers.",
+                remove_when="model configs report their own FLOPs per token",
+            ),
+        )
 
     def validate(self, args: Namespace, config: KDAConfig) -> None:
         """Derive the layer pattern, check sizes, heads and backend, and point ``--spec`` at the K3 layers."""
