@@ -98,7 +98,7 @@ def run_target(target: str, args: Sequence[str], records: str | None, digest: bo
     if records is not None:
         from tests.harness import recorded
 
-        recorded.record(records, digest)
+        recorded.record(records, digest, target)
     sys.argv = [target, *args]
     if target.endswith(".py"):
         sys.path.insert(0, str(Path(target).resolve().parent))
