@@ -8,7 +8,9 @@ parameter group. torch's Adam keeps a 0-dim tensor `step` with every parameter. 
 2. past that, overwrites the restored step with the 0 of the freshly allocated state (`dp_reshardable`), or
    fails on the missing key (`fully_reshardable`): bias correction starts again and the run diverges without a
    message;
-3. gives all parameters one and the same `step` tensor, which each of them then increments.
+3. gives all parameters one and the same `step` tensor, which each of them then increments;
+4. in `dp_reshardable`, copies into parameters while autograd records, which torch refuses for fp32 parameters (their
+   main copy is a view of the parameter itself).
 
 The repairs below allocate torch's state before it is read, keep the step out of the per-parameter copies (the
 checkpoint has it in the parameter groups), and give each parameter its own.
@@ -76,6 +78,7 @@ def _wrap_set_states(original: Any) -> Any:
             main_param = self.optimizer.param_groups[group_index]["params"][group_order]
             # The method copies every tensor of the state; a copy of the step onto itself changes nothing.
             tensors = {**tensors, "step": self.optimizer.state[main_param]["step"]}
-        return original(self, model_param, tensors)
+        with torch.no_grad():
+            return original(self, model_param, tensors)
 
     return _set_main_param_and_optimizer_states
