@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from k3_plugins.platform.cpu.import_hook import after_import
-from tests.harness.recorded import record
+from tests.harness.recorded import hook_training, record
 
 
 def main() -> None:
@@ -27,17 +26,17 @@ def main() -> None:
     perturb = rest[0] == "--perturb"
     if perturb:
         rest = rest[1:]
-    record(directory, digest=False)
-    after_import("megatron.training.training", lambda module: _wrap(module, Path(directory), perturb))
+    hook_training(rest[0], lambda module: _wrap(module, Path(directory), perturb))
+    record(directory, digest=False, target=rest[0])
     sys.argv = rest
     runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
 
 
 def _wrap(module, directory: Path, perturb: bool) -> None:
-    setup = module.setup_model_and_optimizer
+    get_megatron_optimizer = module.get_megatron_optimizer
 
-    def setup_then_watch(*args, **kwargs):
-        model, optimizer, scheduler = setup(*args, **kwargs)
+    def watched_get_megatron_optimizer(config, model, *args, **kwargs):
+        optimizer = get_megatron_optimizer(config, model, *args, **kwargs)
         if perturb:
             _perturb(model)
             optimizer.reload_model_params()
@@ -50,9 +49,9 @@ def _wrap(module, directory: Path, perturb: bool) -> None:
             return step(*step_args, **step_kwargs)
 
         optimizer.step = step_after_dump
-        return model, optimizer, scheduler
+        return optimizer
 
-    module.setup_model_and_optimizer = setup_then_watch
+    module.get_megatron_optimizer = watched_get_megatron_optimizer
 
 
 def _perturb(model) -> None:

@@ -16,26 +16,51 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from k3_plugins.platform.cpu.import_hook import after_import
 
 
-def record(directory: str, digest: bool) -> None:
-    """Arrange that Megatron's training loop writes the records, once it is imported."""
+def record(directory: str, digest: bool, target: str) -> None:
+    """Arrange that Megatron's training loop writes the records when `target` runs it."""
     path = Path(directory) / f"rank{os.environ.get('RANK', '0')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    after_import("megatron.training.training", functools.partial(_wrap, path=path, digest=digest))
+    hook_training(target, functools.partial(_wrap, path=path, digest=digest))
+
+
+def hook_training(target: str, install: Callable[[ModuleType], None]) -> None:
+    """Call `install` with megatron.training.training before training starts.
+
+    The plug-in's own doors check that the functions they patch are Megatron's, so there the hook waits until the
+    features are active; any other target is hooked as soon as Megatron is imported.
+    """
+    if not target.startswith("k3_plugins."):
+        after_import("megatron.training.training", install)
+        return
+    from k3_plugins import bootstrap
+
+    activate = bootstrap.activate
+
+    @functools.wraps(activate)
+    def activate_then_hook(*args, **kwargs):
+        activation = activate(*args, **kwargs)
+        after_import("megatron.training.training", install)
+        return activation
+
+    bootstrap.activate = activate_then_hook
 
 
 def _wrap(module, path: Path, digest: bool) -> None:
+    # Not train_step or set-up: the plug-in patches those, and refuses a second hand on them.
     model_of_step = []
-    train_step, training_log = module.train_step, module.training_log
+    get_megatron_optimizer, training_log = module.get_megatron_optimizer, module.training_log
 
-    @functools.wraps(train_step)
-    def recorded_train_step(forward_step_func, data_iterator, model, *args, **kwargs):
-        model_of_step[:] = model
-        return train_step(forward_step_func, data_iterator, model, *args, **kwargs)
+    @functools.wraps(get_megatron_optimizer)
+    def seen_get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+        model_of_step[:] = model_chunks
+        return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
 
     @functools.wraps(training_log)
     def recorded_training_log(
@@ -54,7 +79,7 @@ def _wrap(module, path: Path, digest: bool) -> None:
             loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *args, **kwargs
         )
 
-    module.train_step = recorded_train_step
+    module.get_megatron_optimizer = seen_get_megatron_optimizer
     module.training_log = recorded_training_log
 
 
@@ -74,7 +99,7 @@ def main() -> None:
     digest = rest[0] == "--digest"
     if digest:
         rest = rest[1:]
-    record(directory, digest)
+    record(directory, digest, rest[0])
     sys.argv = rest
     if rest[0].endswith(".py"):
         runpy.run_path(rest[0], run_name="__main__")
