@@ -15,6 +15,7 @@ def install() -> None:
     after_import("megatron.training.initialize", _no_warm_up)
     after_import("megatron.core.datasets.utils", _no_recompilation)
     after_import("megatron.core.optimizer.distrib_optimizer", distributed_optimizer.repair)
+    after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _forked_results_queue)
 
 
 def _no_warm_up(module: ModuleType) -> None:
@@ -26,6 +27,13 @@ def _no_warm_up(module: ModuleType) -> None:
         return None
 
     module._warmup_jit_function = _warmup_jit_function
+
+
+def _forked_results_queue(module: ModuleType) -> None:
+    # A checkpoint's first save starts a queue server by `spawn`, because a process with a CUDA context must not
+    # fork. Without CUDA that costs 10 CPU seconds and 0.8 GB a rank for nothing: the server imports torch and
+    # Megatron again.
+    module.get_write_results_queue = functools.partial(module.get_write_results_queue, mp_mode="fork")
 
 
 def _no_recompilation(module: ModuleType) -> None:
