@@ -1,0 +1,194 @@
+"""The MoonEP planner: exact sums, the guarantee of m slots, near-optimality against HiGHS, numpy == torch.
+
+Letters: R ranks, E experts, m = E / R home experts per rank, D_r redundant experts of rank r.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from k3_plugins.transformer.moe.moonep import planner, planner_torch
+from k3_plugins.transformer.moe.moonep.loads import SHAPES, tight
+from k3_plugins.transformer.moe.moonep.planner_reference import alias_plan, redundancy, solve_exactly
+
+SIZES = [(8, 2), (16, 4), (64, 8), (12, 3), (24, 4), (8, 8), (5, 1), (30, 6), (128, 16)]
+
+
+def adversarial(rng: np.random.Generator, num_experts: int, ranks: int) -> np.ndarray:
+    """Counts [R, E] of many kinds: few tokens, empty ranks, exact fits, one rank that owns everything, uneven rows."""
+    per_rank = int(rng.choice([1, 2, 4, 17, 64, 1000, 131072]))
+    m = num_experts // ranks
+    kind = rng.integers(9)
+    if kind < 6:
+        counts = list(SHAPES.values())[kind](rng, num_experts, ranks, per_rank) if ranks > 1 else None
+        if counts is not None:
+            return counts
+    weights = rng.lognormal(0, rng.uniform(0.1, 3), num_experts)
+    if kind == 6:  # empty home ranks
+        for r in rng.choice(ranks, rng.integers(0, ranks), replace=False):
+            weights[r * m : (r + 1) * m] = 0
+    elif kind == 7:  # sparse
+        weights *= rng.random(num_experts) < rng.uniform(0.1, 0.9)
+    if weights.sum() == 0:
+        weights[rng.integers(num_experts)] = 1
+    counts = rng.multinomial(per_rank, weights / weights.sum(), size=ranks)
+    if kind == 8:  # ranks with fewer tokens, or none: the total need not be divisible by R
+        counts = counts * rng.integers(0, 3, size=(ranks, 1))
+    return counts
+
+
+def check(counts: np.ndarray) -> planner.Plan:
+    """Every promise that holds for any counts."""
+    ranks, num_experts = counts.shape
+    m = num_experts // ranks
+    plan = planner.plan(counts)
+    x = plan.assignment
+    assert (x >= 0).all()
+    assert (x.sum(1) == counts.sum(0)).all()
+    assert x.sum(0).tolist() == planner.targets(int(counts.sum()), ranks)
+    assert redundancy(x) == (plan.max_redundant, plan.total_redundant)
+    assert plan.max_redundant <= m
+    for r, experts in enumerate(plan.redundant):
+        assert list(experts) == [e for e in range(num_experts) if x[e, r] and e // m != r]
+        assert plan.slots[r].tolist() == list(experts) + [-1] * (m - len(experts))
+    return plan
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_any_counts(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 6))
+    m = data.draw(st.integers(1, 5))
+    value = data.draw(st.sampled_from([1, 3, 20, 10**6]))
+    cells = data.draw(st.lists(st.integers(0, value), min_size=ranks * ranks * m, max_size=ranks * ranks * m))
+    check(np.array(cells).reshape(ranks, ranks * m))
+
+
+def _sweep(instances: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for i in range(instances):
+        check(adversarial(rng, *SIZES[i % len(SIZES)]))
+
+
+def test_sums_and_guarantee() -> None:
+    _sweep(2000, seed=0)
+
+
+@pytest.mark.slow
+def test_sums_and_guarantee_100k() -> None:
+    _sweep(100_000, seed=1)
+
+
+@pytest.mark.parametrize("num_experts,ranks", [(8, 2), (16, 4), (64, 8), (896, 64)])
+def test_the_tight_load_needs_what_the_proof_says(num_experts: int, ranks: int) -> None:
+    m = num_experts // ranks
+    plan = check(tight(np.random.default_rng(0), num_experts, ranks, 131072))
+    assert plan.max_redundant == -(-m * (ranks - 1) // ranks)
+
+
+def _against_optimum(num_experts: int, ranks: int, instances: int, seed: int) -> tuple[int, int]:
+    """Our maximum must be the optimum wherever HiGHS proves it; returns both totals, summed where proven."""
+    rng = np.random.default_rng(seed)
+    ours = best = proven = 0
+    for _ in range(instances):
+        counts = adversarial(rng, num_experts, ranks)
+        plan = check(counts)
+        optimum = solve_exactly(counts, seconds=20)
+        if optimum.max_redundant is not None:
+            proven += 1
+            assert plan.max_redundant == optimum.max_redundant, counts.sum(0).tolist()
+        if optimum.proven:
+            ours += plan.total_redundant
+            best += optimum.total_redundant
+    assert proven >= 0.9 * instances
+    return ours, best
+
+
+def test_maximum_is_optimal_and_total_near() -> None:
+    totals = [_against_optimum(*size, instances, seed=3) for size, instances in (((8, 2), 30), ((16, 4), 20))]
+    ours, best = map(sum, zip(*totals, strict=True))
+    assert ours <= 1.05 * best, (ours, best)
+
+
+@pytest.mark.slow
+def test_maximum_is_optimal_and_total_near_at_length() -> None:
+    totals = [
+        _against_optimum(*size, instances, seed=4) for size, instances in (((8, 2), 300), ((16, 4), 300), ((64, 8), 60))
+    ]
+    print(totals)
+    ours, best = map(sum, zip(*totals, strict=True))
+    assert ours <= 1.05 * best, (ours, best)
+
+
+def test_never_worse_than_the_alias_method() -> None:
+    rng = np.random.default_rng(5)
+    for i in range(80):
+        counts = adversarial(rng, *SIZES[i % len(SIZES)])
+        assert planner.plan(counts).max_redundant <= redundancy(alias_plan(counts))[0]
+
+
+def test_torch_makes_the_same_plan() -> None:
+    rng = np.random.default_rng(6)
+    cases = [adversarial(rng, *SIZES[i % (len(SIZES) - 1)]) for i in range(64)]
+    cases += [shape(rng, 896, 64, 131072) for shape in (SHAPES["zipf_sorted"], tight)]
+    for counts in cases:
+        ours, device = planner.plan(counts), planner_torch.plan(torch.from_numpy(counts)).to_host()
+        np.testing.assert_array_equal(ours.assignment, device.assignment)
+        np.testing.assert_array_equal(ours.slots, device.slots)
+
+
+def test_the_same_plan_in_another_process() -> None:
+    """Every rank plans for itself: the plan may not depend on hash seeds or on thread counts."""
+    program = (
+        "import numpy as np, hashlib\n"
+        "from k3_plugins.transformer.moe.moonep.planner import plan\n"
+        "from k3_plugins.transformer.moe.moonep.loads import SHAPES\n"
+        "h = hashlib.sha256()\n"
+        "for shape in SHAPES.values():\n"
+        "    p = plan(shape(np.random.default_rng(7), 64, 8, 4096))\n"
+        "    h.update(p.assignment.tobytes()); h.update(p.slots.tobytes())\n"
+        "print(h.hexdigest())\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.getcwd()},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed, threads in (("1", "1"), ("2", "2"))
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "counts,words",
+    [
+        (np.zeros((3, 8), dtype=int), "8 experts cannot be spread evenly over 3 ranks"),
+        (np.zeros(8, dtype=int), r"shape \[ranks, experts\]"),
+        (np.array([[1, -1]]), "negative"),
+        (np.array([[0.5, 1.0]]), "integers"),
+    ],
+)
+def test_bad_counts_are_refused(counts: np.ndarray, words: str) -> None:
+    with pytest.raises(planner.PlanError, match=words):
+        planner.plan(counts)
+
+
+def test_more_than_m_slots_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break the planner: a rule that needs too many pieces must raise, never be cut off."""
+    monkeypatch.setattr(planner._Filler, "run", lambda self: {(1, e): 1 for e in range(3)})
+    with pytest.raises(planner.PlanError, match="3 redundant experts, more than the 2 slots"):
+        planner.plan(np.array([[4, 4, 0, 0], [0, 0, 0, 0]]))
+
+
+def test_torch_refuses_negative_counts() -> None:
+    with pytest.raises(RuntimeError, match="must not be negative"):
+        planner_torch.plan(torch.tensor([[1, -1]]))
