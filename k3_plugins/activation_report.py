@@ -77,6 +77,10 @@ def print_table(table: Table) -> None:
     """Print a rich table, wide enough for a log file where there is no terminal."""
     from rich.console import Console
 
-    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-    Console(file=sys.stdout, width=width, highlight=False).print(table)
+    Console(file=sys.stdout, width=output_width(), highlight=False).print(table)
     sys.stdout.flush()
+
+
+def output_width() -> int:
+    """The terminal's width, or that of a log file."""
+    return shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120

@@ -15,15 +15,16 @@ This module imports neither torch nor megatron.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from k3_plugins import activation as activation_module
 from k3_plugins import features as feature_list
 from k3_plugins import manifest
 from k3_plugins.activation import Activation
-from k3_plugins.arguments import Control, flag_value, integer_flags, parse_control
+from k3_plugins.arguments import Control, flag_value, hint, integer_flags, parse_control
 from k3_plugins.compat.megatron import find_megatron, fingerprint_file
-from k3_plugins.failure import fail
+from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail
 from k3_plugins.feature import Feature, FeatureError
 from k3_plugins.patching import PatchError, PatchManager
 from k3_plugins.patching.fingerprint import FingerprintStore
@@ -50,6 +51,22 @@ def activate(argv: Sequence[str], door: str) -> Activation | None:
         return _activate(argv, door)
     except (FeatureError, PatchError, PlatformError) as error:
         fail(str(error))
+
+
+@contextmanager
+def explained_exit(argv: Sequence[str]) -> Iterator[None]:
+    """For doors: when Megatron's stock parser refuses the command line, say which feature an unknown flag belongs to.
+
+    With a feature on, the parser itself says so.
+    """
+    try:
+        yield
+    except SystemExit as stop:
+        if stop.code == EXIT_BAD_ARGUMENTS and activation_module.current() is None:
+            text = hint(argv, active=(), known_flags=[])
+            if text:
+                print(f"{PREFIX.rstrip()}{text}", file=sys.stderr, flush=True)
+        raise
 
 
 def _activate(argv: Sequence[str], door: str) -> Activation | None:

@@ -200,7 +200,7 @@ def _end_set_up(activation: Activation, error: Exception) -> None:
         _end(str(error))
     if isinstance(error, (AssertionError, ValueError)):
         traceback.print_exception(error)
-        _end(f"the model cannot be built with these arguments: {text}; see the traceback above for the flag to change")
+        _end(f"the model cannot be set up with these arguments: {text}; the traceback above shows where")
     if activation.abort_channel is not None:
         activation.abort_channel.publish(f"set-up failed: {text}", code=1)
 

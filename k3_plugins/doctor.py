@@ -1,0 +1,150 @@
+"""``python -m k3_plugins.doctor``: what would be on, what would be patched, what is missing, and why.
+
+    python -m k3_plugins.doctor                              # every feature by itself
+    python -m k3_plugins.doctor --k3-plugins kda,gated-mla   # this set, as training would activate it
+    python -m k3_plugins.doctor --k3-plugins kda [training flags]   # and parse and validate these flags
+    python -m k3_plugins.doctor --json
+
+Needs no GPU and starts no torch.distributed. Exit code 0: all as verified. 1: activation would succeed, but something
+differs from what was verified. 2: activation would fail.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+
+from k3_plugins.arguments import parse_control
+from k3_plugins.diagnosis import Diagnosis, checkout_hint, diagnose
+from k3_plugins.failure import fail
+from k3_plugins.feature import FeatureError
+
+_MARKS = {
+    0: "[green]all as verified[/green]",
+    1: "[yellow]usable, with differences[/yellow]",
+    2: "[red]not usable[/red]",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit code (see the module docstring)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--help" in words or "-h" in words:
+        print(__doc__)
+        return 0
+    as_json = "--json" in words
+    try:
+        control, training_flags = parse_control([word for word in words if word != "--json"])
+    except FeatureError as error:
+        fail(str(error))
+    with redirect_stdout(sys.stderr):  # packages print on import; --json must stay parseable
+        diagnosis = diagnose(control, training_flags)
+    if as_json:
+        print(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        render(diagnosis)
+    return diagnosis.verdict
+
+
+def render(diagnosis: Diagnosis) -> None:
+    """Print the report for people."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    from k3_plugins.activation_report import output_width
+
+    console = Console(width=output_width(), highlight=False)
+    megatron = diagnosis.megatron
+    if megatron:
+        console.print(
+            f"[bold]Megatron[/bold] {megatron['version']} ({megatron['kind']}) in {escape(megatron['path'])}, compared "
+            f"with the fingerprints {megatron['fingerprints']}"
+        )
+    if diagnosis.platform:
+        console.print(f"[bold]Platform[/bold] {diagnosis.platform['chosen']}: {escape(diagnosis.platform['reason'])}")
+    for door in diagnosis.doors:
+        console.print(f"[bold]Door[/bold] {escape(door['door'])}: {escape(door['state'])}")
+    for table in _tables(diagnosis):
+        console.print(table)
+    for patch in diagnosis.patches:
+        if patch["diff"]:
+            console.print(f"\n[bold]{escape(patch['message'])}[/bold]")
+            console.print(escape(patch["diff"]))
+            hint = checkout_hint(diagnosis, patch["target"])
+            if hint:
+                console.print(f"With its history: {escape(hint)}")
+    for warning in diagnosis.warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}")
+    for problem in diagnosis.problems:
+        console.print(f"[red]problem:[/red] {escape(problem)}")
+    console.print(f"[bold]Verdict[/bold] {_MARKS[diagnosis.verdict]} (exit code {diagnosis.verdict})")
+
+
+def _tables(diagnosis: Diagnosis) -> list:
+    return [
+        _table(
+            "Versions",
+            ("package", "installed", "verified", ""),
+            [
+                (line["name"], line["installed"] or "missing", line["verified"], "ok" if line["same"] else "differs")
+                for line in diagnosis.versions
+            ],
+        ),
+        _table(
+            "Features",
+            ("name", "what", "backend", "needs", "from"),
+            [
+                (
+                    line["name"],
+                    line["error"] or line["summary"],
+                    _backends(line),
+                    ", ".join(line.get("requires", ())),
+                    line["origin"],
+                )
+                for line in diagnosis.features
+            ],
+        ),
+        _table(
+            "Patches",
+            ("id", "kind", "target", "state"),
+            [(line["id"], line["kind"], line["target"], line["state"]) for line in diagnosis.patches],
+        ),
+        _table(
+            "Optional packages",
+            ("module", "state", "serves", "to install"),
+            [
+                (
+                    line["module"],
+                    "available" if line["available"] else line["error"],
+                    line["serves"],
+                    "" if line["available"] else line["install"],
+                )
+                for line in diagnosis.optional
+            ],
+        ),
+    ]
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> object:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def _backends(line: dict) -> str:
+    backends = line.get("backends", ())
+    words = [f"{item['name']}: {item['why']}" for item in backends if item["chosen"]]
+    words += [f"not {item['name']}: {item['why']}" for item in backends if not item["chosen"]]
+    return "\n".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
