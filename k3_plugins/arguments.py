@@ -1,7 +1,7 @@
 """Flags: the engine's own ``--k3-*`` flags, and config dataclasses <-> command line.
 
     parse_control(argv) -> (Control, rest)   # before anything is imported; rest is argv without the control flags
-    extend_parser(parser, features)          # control flags and one group per feature, into Megatron's parser
+    extend_parser(parser, features, model)   # control flags and one group per feature, into Megatron's parser
     config_from_args(feature, args)          # the typed config of a feature
     flag_line(config, names) -> list[str]    # back to the words to type
 
@@ -20,10 +20,13 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from k3_plugins.failure import fail
 from k3_plugins.feature import Feature, FeatureError
+
+if TYPE_CHECKING:
+    from k3_plugins.models.kimi_k3.config import KimiK3Config
 
 CONTROL_PREFIX = "--k3-"
 
@@ -37,6 +40,7 @@ class Control:
     allow_drift: tuple[str, ...] = ()
     allow_empty_load: bool = False
     check_timeout: float = 300.0
+    model: str | None = None
 
 
 def add_control_arguments(parser: Any) -> None:
@@ -72,6 +76,12 @@ def add_control_arguments(parser: Any) -> None:
         metavar="SECONDS",
         help="How long a rank waits at the start for the other ranks to report which features they run.",
     )
+    parser.add_argument(
+        "--k3-model",
+        metavar="PRESET",
+        help="Take the sizes of a named model (kimi_k3, kimi_linear, or a small proxy: kimi_k3_tiny, kimi_k3_small, "
+        "kimi_linear_tiny) as the defaults of Megatron's and the features' flags; flags on the command line win.",
+    )
 
 
 class _ControlParser(argparse.ArgumentParser):
@@ -101,6 +111,7 @@ def parse_control(argv: Sequence[str]) -> tuple[Control, list[str]]:
         allow_drift=_words(values.k3_allow_drift, "--k3-allow-drift"),
         allow_empty_load=values.k3_allow_empty_load,
         check_timeout=values.k3_check_timeout,
+        model=values.k3_model,
     )
     return control, rest
 
@@ -143,8 +154,13 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
 # -- into Megatron's parser --------------------------------------------------------------------------------------------
 
 
-def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature]) -> None:
+def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], model: str | None = None) -> None:
     """Add the control flags and one group per feature, and make the parser's errors say what to type.
+
+    Args:
+        parser: Megatron's.
+        features: the active ones.
+        model: the value of ``--k3-model``; its sizes become the defaults of the flags.
 
     Raises:
         FeatureError: if a field's flag is taken already, or a field's type cannot be parsed from a command line.
@@ -164,6 +180,34 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature]) 
             ) from error
     active = [feature.name for feature in features]
     parser.error = functools.partial(_explain, parser, active)
+    if model is not None:
+        defaults = described_model(model, active).argument_defaults()
+        # set_defaults accepts any name and would drop a size whose flag is gone without a word
+        unknown = defaults.keys() - {action.dest for action in parser._actions}
+        if unknown:
+            raise FeatureError(f"--k3-model {model} sets flags that this Megatron does not have: {sorted(unknown)}")
+        parser.set_defaults(**defaults)
+
+
+def described_model(name: str, active: Sequence[str]) -> KimiK3Config:
+    """The description that ``--k3-model`` names.
+
+    Raises:
+        FeatureError: if there is no such model, or the active features cannot build it.
+    """
+    from k3_plugins.models.kimi_k3.config import preset
+
+    try:
+        description = preset(name)
+    except ValueError as error:
+        raise FeatureError(str(error)) from error
+    missing = [feature for feature in description.required_features if feature not in active]
+    if missing:
+        raise FeatureError(
+            f"--k3-model {name} needs the feature{'s' if len(missing) > 1 else ''} {', '.join(missing)}: type "
+            f"--k3-plugins {','.join([*active, *missing])}"
+        )
+    return description
 
 
 def _explain(parser: argparse.ArgumentParser, active: Sequence[str], message: str) -> NoReturn:

@@ -22,7 +22,7 @@ from k3_plugins import activation as activation_module
 from k3_plugins import features as feature_list
 from k3_plugins import manifest
 from k3_plugins.activation import Activation
-from k3_plugins.arguments import Control, flag_value, hint, integer_flags, parse_control
+from k3_plugins.arguments import Control, described_model, flag_value, hint, integer_flags, parse_control
 from k3_plugins.compat.megatron import find_megatron, fingerprint_file
 from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail
 from k3_plugins.feature import Feature, FeatureError
@@ -85,6 +85,8 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
     active = [feature_list.load(entry) for entry in selection.entries]
     feature_list.check_relations(active)
     active = feature_list.in_dependency_order(active)
+    if control.model is not None:
+        described_model(control.model, [feature.name for feature in active])
     manager, version = patch_manager(active, control.allow_drift)
     statuses = manager.check_all()
     manager.apply_all()
@@ -119,8 +121,12 @@ def _again(control: Control, door: str) -> Activation | None:
 def _without_features(control: Control, selection: feature_list.Selection, argv: Sequence[str]) -> None:
     if selection.left_out:
         raise FeatureError(f"--k3-plugins leaves no feature: {'; '.join(selection.left_out)}")
-    if control.allow_drift or control.allow_empty_load:
-        flag = "--k3-allow-drift" if control.allow_drift else "--k3-allow-empty-load"
+    meaningless = {
+        "--k3-allow-drift": control.allow_drift,
+        "--k3-allow-empty-load": control.allow_empty_load,
+        "--k3-model": control.model,
+    }
+    for flag in (flag for flag, given in meaningless.items() if given):
         raise FeatureError(f"{flag} means nothing without --k3-plugins: name the features, or remove the flag")
     load = flag_value(argv, "--load")
     if load is not None:

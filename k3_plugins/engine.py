@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from k3_plugins import activation_report, manifest
 from k3_plugins.activation import Activation, current
 from k3_plugins.agreement import AbortChannel, Disagreement, compare
-from k3_plugins.arguments import config_from_args, extend_parser
+from k3_plugins.arguments import config_from_args, described_model, extend_parser
 from k3_plugins.failure import fail
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchError, PatchKind
@@ -66,7 +66,7 @@ def _arguments(original: Callable[..., ArgumentParser]) -> Callable[..., Argumen
     def add_megatron_arguments(parser: ArgumentParser) -> ArgumentParser:
         parser = original(parser)
         with argument_errors("k3_plugins", ()):
-            extend_parser(parser, _activation().features)
+            extend_parser(parser, _activation().features, _activation().control.model)
         return parser
 
     return add_megatron_arguments
@@ -77,6 +77,8 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate_args(args: Namespace, defaults: dict[str, Any] | None = None) -> Any:
         activation = _activation()
         with argument_errors("k3_plugins", (AssertionError, ValueError)):
+            if activation.control.model is not None:
+                described_model(activation.control.model, activation.names).derive_patterns(args)
             for feature in activation.features:
                 activation.configs[feature.name] = config_from_args(feature, args)
             for feature in activation.features:

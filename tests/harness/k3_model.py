@@ -18,7 +18,7 @@ MODEL = """
 """.split()
 
 TRAINING = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 120 --split 90,10,0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 90,10,0
     --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --eval-iters 0 --eval-interval 1000
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0
     --log-interval 1 --seed 42

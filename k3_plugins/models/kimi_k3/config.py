@@ -9,6 +9,7 @@ Sources: K3 technical report (arXiv 2607.24653), Kimi Linear (arXiv 2510.26692) 
 """
 
 import dataclasses
+from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -138,7 +139,7 @@ class KimiK3Config:
             "swiglu": True,
             "add_bias_linear": False,
             "normalization": "RMSNorm",
-            "norm_epsilon": self.norm_eps,
+            "layernorm_epsilon": self.norm_eps,
             "position_embedding_type": "none",
             "untie_embeddings_and_output_weights": True,
             "init_method_std": self.init_method_std,
@@ -164,6 +165,19 @@ class KimiK3Config:
         if self.attn_res_block_size is not None:
             defaults["attn_res_block_size"] = self.attn_res_block_size
         return defaults
+
+    def derive_patterns(self, args: Namespace) -> None:
+        """Set the dense/MoE pattern for the depth that was asked for, unless the user wrote one out.
+
+        The KDA pattern needs nothing here: the kda feature derives it from ``--linear-attention-freq``.
+
+        Args:
+            args: Megatron's parsed arguments, whose ``moe_layer_freq`` is 1 unless given.
+        """
+        if args.num_experts and args.moe_layer_freq == 1 and self.first_k_dense:
+            args.moe_layer_freq = expert_pattern(args.num_layers, self.first_k_dense)
+        if args.linear_attention_freq is None:
+            args.linear_attention_freq = self.full_attention_period
 
     def scaled(self, **changes: Any) -> "KimiK3Config":
         """A copy with other sizes, for proxies."""
