@@ -1,0 +1,99 @@
+"""The gated feed-forward network of many experts over expert-sorted rows, forward and backward.
+
+    h = x W1[g]^T,   a = act(h),   y = (p a) W2[g]^T                for the rows of segment g
+
+Saved for the backward: ``x``, ``h`` and ``p``. With ``a' = dy W2[g]`` the probability's gradient is ``dp = <a', a>``,
+so ``y`` is not saved and the activation is recomputed.
+
+Letters: n rows, g experts, l input and output width, f expert width; ``ends`` int32 ``[g]`` as in `segment_gemm`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from k3_plugins.transformer.moe.ops import segment_gemm
+from k3_plugins.transformer.moe.ops.activation import GatedActivation
+
+
+class MLPGradients(NamedTuple):
+    """Gradients of one call: of ``x [n, l]``, ``p [n]``, ``w1 [g, 2 f, l]`` and ``w2 [g, l, f]``."""
+
+    x: Tensor
+    probs: Tensor
+    w1: Tensor
+    w2: Tensor
+
+
+def forward(
+    x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, act: GatedActivation
+) -> tuple[Tensor, Tensor]:
+    """``y [n, l]`` and ``h [n, 2 f]``."""
+    h = segment_gemm.multiply(x, w1, ends)
+    scaled = (act.value(h) * _rows(probs, ends)[:, None]).to(x.dtype)
+    return segment_gemm.multiply(scaled, w2, ends), h
+
+
+def backward(
+    grad: Tensor, x: Tensor, h: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, act: GatedActivation
+) -> MLPGradients:
+    """All gradients for ``grad = dL/dy [n, l]``; slack rows give zeros."""
+    probs_used = _rows(probs, ends)
+    a = act.value(h)
+    through = segment_gemm.multiply(grad, w2, ends, transposed=False).to(a.dtype)
+    dprobs = (through * a).sum(1).to(probs.dtype)
+    dw2 = segment_gemm.outer(grad, (a * probs_used[:, None]).to(x.dtype), ends)
+    dh = act.backward(h, through * probs_used[:, None])
+    dw1 = segment_gemm.outer(dh, x, ends)
+    dx = segment_gemm.multiply(dh, w1, ends, transposed=False)
+    return MLPGradients(dx, dprobs, dw1, dw2)
+
+
+def grouped_mlp(x: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, ends: Tensor, act: GatedActivation) -> Tensor:
+    """``forward`` with autograd.
+
+    Args:
+        x: ``[n, l]``, rows sorted by expert.
+        probs: ``[n]``, routing weights.
+        w1: ``[g, 2 f, l]``, gate rows first.
+        w2: ``[g, l, f]``.
+        ends: int32 ``[g]``.
+        act: the gated activation.
+
+    Returns:
+        ``[n, l]``, already weighted by ``probs``.
+    """
+    return _GroupedMLP.apply(x, probs, w1, w2, ends, act)
+
+
+def _rows(probs: Tensor, ends: Tensor) -> Tensor:
+    """Probabilities with slack rows set to zero: what a padded buffer holds there is never multiplied."""
+    used = torch.arange(probs.shape[0], device=probs.device) < ends[-1]
+    return torch.where(used, probs, 0)
+
+
+class _GroupedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        probs: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        ends: Tensor,
+        act: GatedActivation,
+    ) -> Tensor:
+        y, h = forward(x, probs, w1, w2, ends, act)
+        ctx.save_for_backward(x, h, probs, w1, w2, ends)
+        ctx.act = act
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, h, probs, w1, w2, ends = ctx.saved_tensors
+        return (*backward(grad.contiguous(), x, h, probs, w1, w2, ends, ctx.act), None, None)
