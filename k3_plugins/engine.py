@@ -22,6 +22,7 @@ from k3_plugins.arguments import config_from_args, described_model, extend_parse
 from k3_plugins.failure import fail
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchError, PatchKind
+from k3_plugins.training.throughput import add_tokens_per_second
 
 
 def _activation() -> Activation:
@@ -407,6 +408,16 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
         reason="save_checkpoint calls it on rank 0 when the data is there and before the tracker file moves on: the "
         "one moment to write the manifest for every checkpoint format, synchronous or not",
         remove_when="save_checkpoint takes files or a callback to run before the tracker file is written",
+    ),
+    Patch(
+        id="engine.tokens-per-second",
+        target="megatron.training.utils.common_utils:print_rank_last",
+        kind=PatchKind.WRAP,
+        implementation=add_tokens_per_second,
+        feature="engine",
+        reason="training_log builds its line inside one long function; the line can only be completed where it is "
+        "printed",
+        remove_when="training_log reports tokens per second",
     ),
 )
 """Applied in this order, before the features' own patches."""
