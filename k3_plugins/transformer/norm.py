@@ -9,6 +9,13 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 
+def parameter_device(config: TransformerConfig) -> torch.device | str | int:
+    """Where Megatron wants new parameters: the meta device, the CPU, or this rank's GPU."""
+    if config.init_model_with_meta_device:
+        return "meta"
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension in at least fp32, weight included; the result keeps that precision.
 
@@ -40,8 +47,9 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
+        )
         self.weight.sequence_parallel = (
             config.sequence_parallel if sequence_parallel is None else sequence_parallel and config.sequence_parallel
         )

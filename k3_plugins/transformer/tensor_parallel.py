@@ -20,6 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from k3_plugins.transformer.norm import parameter_device
+
 
 def enter_region(x: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
     """Hand a tensor to computation that is split by heads over the tensor-parallel group.
@@ -85,8 +87,8 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         super().__init__()
         self.init_method = config.init_method
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        shape = (output_size, input_size)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel
         if config.perform_initialization:
             self.reset_parameters()

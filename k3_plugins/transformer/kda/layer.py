@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.ops import kda, kda_gate
 from k3_plugins.transformer.kda.short_conv import short_conv
-from k3_plugins.transformer.norm import RMSNorm, rms_norm
+from k3_plugins.transformer.norm import RMSNorm, parameter_device, rms_norm
 from k3_plugins.transformer.tensor_parallel import (
     ReplicatedLinear,
     enter_region,
@@ -155,7 +155,7 @@ class KimiDeltaAttention(MegatronModule):
             name=f"{name}.linear_proj" if name else "linear_proj",
         )
 
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = parameter_device(config)
         kernel = kda_config.kda_conv_kernel_size
         for label, width in (("q_conv", key_width), ("k_conv", key_width), ("v_conv", value_width)):
             shape = (width // tp, kernel)
