@@ -53,6 +53,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "multi-head latent attention with an output gate and without position encoding",
         "k3_plugins/transformer/gated_mla",
     ),
+    FeatureEntry(
+        "attnres",
+        "k3_plugins.transformer.attention_residuals.feature",
+        "Block Attention Residuals, with a pipeline that ships each block once",
+        "k3_plugins/transformer/attention_residuals",
+    ),
 )
 
 
@@ -68,7 +74,7 @@ class PresetMember:
 
 
 PRESETS: dict[str, tuple[PresetMember, ...]] = {
-    "k3": (PresetMember("kda"), PresetMember("gated-mla")),
+    "k3": (PresetMember("kda"), PresetMember("gated-mla"), PresetMember("attnres")),
 }
 
 

@@ -1,0 +1,1 @@
+"""What travels between pipeline stages, beside Megatron's own schedules (which stay as they are)."""
