@@ -19,8 +19,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
 _HEAD = f"""# Patches
 
 What the plug-in changes in Megatron-Core {VERIFIED_VERSION} at run time, and why no extension seam was enough.
-Megatron's files are never edited. Without `--k3-plugins` there is no patch at all; with it, the engine's patches and those of the
-features that were named. This page is generated: `python -m k3_plugins.patching.docs`.
+Megatron's files are never edited. Without `--k3-plugins` there is no patch at all; with it, the engine's patches and
+those of the features that were named. This page is generated: `python -m k3_plugins.patching.docs`.
 
 Preferred in this order: an extension seam, an entry in a registry (`register`), a function around the original
 (`wrap`), a replacement (`replace`).

@@ -94,7 +94,7 @@ def _definition(target: Target) -> tuple[ast.AST, str, str]:
 
 def _parse(source: str) -> list[ast.stmt]:
     """Parse a source excerpt; a method's is indented, and dedenting would break its multi-line strings."""
-    if source[:1].isspace():
+    if source[:1] in (" ", "\t"):
         return ast.parse(f"if True:\n{source}").body[0].body
     return ast.parse(source).body
 

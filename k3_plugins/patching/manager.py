@@ -24,7 +24,7 @@ from k3_plugins.patching.errors import DoubleReplace, MissingTarget, Overwritten
 from k3_plugins.patching.fingerprint import FingerprintStore, diff, take
 from k3_plugins.patching.patch import Patch, PatchKind
 from k3_plugins.patching.status import PatchState, PatchStatus
-from k3_plugins.patching.target import Target, is_registry, resolve
+from k3_plugins.patching.target import Target, behind, is_registry, like, resolve
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class PatchManager:
             if not callable(replacement):
                 raise PatchError(f"patch {patch.id}: the implementation returned {replacement!r} instead of a callable")
         self._replacements[patch.target] = replacement
-        self._bind(target.owner, target.name, target.rewrap(replacement), patch.target.partition(":")[0])
+        self._bind(target.owner, target.name, like(target.raw, replacement), patch.target.partition(":")[0])
 
     def _bind(self, owner: Any, name: str, value: Any, where: str) -> None:
         before = inspect.getattr_static(owner, name)
@@ -206,13 +206,9 @@ class PatchManager:
         known = {id(self._targets[spec].value): spec for spec in self._replacements}
         start = len(self.bindings)
         for where, owner, name, value in _named_objects():
-            inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-            spec = known.get(id(inner))
-            if spec is None:
-                continue
-            replacement = self._replacements[spec]
-            wrapped = type(value)(replacement) if inner is not value else replacement
-            self._bind(owner, name, wrapped, where)
+            spec = known.get(id(behind(value)))
+            if spec is not None:
+                self._bind(owner, name, like(value, self._replacements[spec]), where)
         return self.bindings[start:]
 
     def recheck(self) -> list[Binding]:
@@ -226,13 +222,12 @@ class PatchManager:
         """
         for spec, replacement in self._replacements.items():
             target = self._targets[spec]
-            current = target.current()
-            inner = current.__func__ if isinstance(current, (staticmethod, classmethod)) else current
-            if inner is not replacement:
+            current = behind(inspect.getattr_static(target.owner, target.name))
+            if current is not replacement:
                 ids = ", ".join(patch.id for patch in self.patches if patch.target == spec)
                 raise Overwritten(
-                    f"{spec} was rebound after the patches {ids} were applied, now it is {inner!r} from module "
-                    f"{getattr(inner, '__module__', 'unknown')}; import that module before activation or leave it out"
+                    f"{spec} was rebound after the patches {ids} were applied, now it is {current!r} from module "
+                    f"{getattr(current, '__module__', 'unknown')}; import that module before activation or leave it out"
                 )
         return self._rebind_everywhere()
 
@@ -246,7 +241,7 @@ class PatchManager:
     def bindings_of(self, patch: Patch) -> list[Binding]:
         """The names a patch is bound to now."""
         replacement = self._replacements.get(patch.target)
-        return [binding for binding in self.bindings if binding.after is replacement]
+        return [binding for binding in self.bindings if behind(binding.after) is replacement]
 
 
 def _named_objects() -> Iterable[tuple[str, Any, str, Any]]:

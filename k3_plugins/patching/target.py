@@ -1,7 +1,6 @@
 """From ``package.module:Class.method`` to the object, its owner, and the way to rebind it."""
 
 import importlib
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,15 @@ class Target:
     raw: Any
     value: Any
 
-    def current(self) -> Any:
-        """What the owner holds now."""
-        return inspect.getattr_static(self.owner, self.name)
 
-    def rewrap(self, value: Any) -> Any:
-        """Put a new function into the same kind of descriptor as the old one."""
-        return type(self.raw)(value) if isinstance(self.raw, (staticmethod, classmethod)) else value
+def behind(value: Any) -> Any:
+    """The function behind a staticmethod or classmethod object; anything else as it is."""
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def like(old: Any, function: Any) -> Any:
+    """Put a function into the same kind of descriptor as the old one."""
+    return type(old)(function) if isinstance(old, (staticmethod, classmethod)) else function
 
 
 def resolve(spec: str, patch_id: str) -> Target:
@@ -41,8 +42,10 @@ def resolve(spec: str, patch_id: str) -> Target:
     module_name, _, path = spec.partition(":")
     try:
         owner: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        raise MissingTarget(f"patch {patch_id}: module {module_name} cannot be imported ({error})") from error
+    except Exception as error:  # broken packages below it raise all kinds
+        raise MissingTarget(
+            f"patch {patch_id}: module {module_name} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     *parents, name = path.split(".")
     for parent in parents:
         if not hasattr(owner, parent):
@@ -55,8 +58,7 @@ def resolve(spec: str, patch_id: str) -> Target:
     raw = namespace[name]
     if isinstance(raw, property):
         raise MissingTarget(f"patch {patch_id}: {spec} is a property, which cannot be patched; patch its class")
-    value = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
-    return Target(spec=spec, owner=owner, name=name, raw=raw, value=value)
+    return Target(spec=spec, owner=owner, name=name, raw=raw, value=behind(raw))
 
 
 def is_registry(value: Any) -> bool:
