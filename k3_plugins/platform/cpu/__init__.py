@@ -8,6 +8,7 @@ correctness and small runs. The parts, in the order they are installed:
     devices                device arguments "cuda"/int -> cpu; Tensor.cuda, Tensor.type
     collectives            nccl -> gloo
     randomness             random draws that would touch the shared CPU generator on some ranks only
+    processes              helper processes end with their rank
     megatron               repairs of Megatron's modules, applied when each is imported
     distributed_optimizer  resume of the distributed optimizer with torch's Adam (one of those repairs)
 
@@ -39,12 +40,13 @@ def install(*, named: bool) -> None:
 
     _set_environment()
 
-    from k3_plugins.platform.cpu import collectives, cuda_module, devices, megatron, randomness
+    from k3_plugins.platform.cpu import collectives, cuda_module, devices, megatron, processes, randomness
 
     devices.install()
     cuda_module.install()
     collectives.install()
     randomness.install()
+    processes.install()
     megatron.install()
     _installed = True
 
