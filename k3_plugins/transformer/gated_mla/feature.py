@@ -11,6 +11,7 @@ from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.gated_mla.config import GatedMLAConfig
 from k3_plugins.transformer.gated_mla.flops import add_gate_flops
+from k3_plugins.transformer.packing import use_packed_documents
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -46,11 +47,12 @@ class GatedMLA:
                 "or drop gated-mla from --k3-plugins."
             )
         args.spec = K3_SPEC
+        use_packed_documents(args)
         args.multi_latent_attention = True
         if args.position_embedding_type != "none":
             raise FeatureError(
-                f"--position-embedding-type {args.position_embedding_type} contradicts gated-mla, which has no position "
-                "encoding; pass --position-embedding-type none."
+                f"--position-embedding-type {args.position_embedding_type} contradicts gated-mla, which has no "
+                "position encoding; pass --position-embedding-type none."
             )
         if args.num_attention_heads % args.tensor_model_parallel_size:
             raise FeatureError(

@@ -12,6 +12,7 @@ from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.flops import correct_flops
 from k3_plugins.transformer.kda.pattern import resolve_pattern
+from k3_plugins.transformer.packing import use_packed_documents
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -49,6 +50,7 @@ class KDA:
                 "from --k3-plugins."
             )
         args.spec = K3_SPEC
+        use_packed_documents(args)
         if args.experimental_attention_variant is not None:
             raise FeatureError(
                 f"--experimental-attention-variant {args.experimental_attention_variant} and the kda feature both "
@@ -64,7 +66,7 @@ class KDA:
 
     def _check_sizes(self, args: Namespace, config: KDAConfig) -> None:
         from k3_plugins.transformer.kda.layer import KDASizes
-        from k3_plugins.transformer.kda.ops import resolve_backend
+        from k3_plugins.transformer.kda.ops import KDABackendError, resolve_backend
 
         kv_channels = args.kv_channels or (args.hidden_size // args.num_attention_heads)
         sizes = KDASizes.resolve(config, args.num_attention_heads, kv_channels)
@@ -79,7 +81,10 @@ class KDA:
             raise ValueError(f"--kda-gate-lower-bound {config.kda_gate_lower_bound} must be negative (K3 uses -5).")
         if config.kda_output_gate_bias and config.kda_output_gate != "low-rank":
             raise ValueError("--kda-output-gate-bias needs --kda-output-gate low-rank.")
-        resolve_backend(config.kda_backend, _device())
+        try:
+            resolve_backend(config.kda_backend, _device())
+        except KDABackendError as error:
+            raise FeatureError(f"--kda-backend {config.kda_backend}: {error}") from error
 
     def backends(self, config: KDAConfig) -> Sequence[Backend]:
         """The backend that this machine runs the recurrence on, and why the others were not chosen."""

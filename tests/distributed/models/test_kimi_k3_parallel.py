@@ -57,3 +57,31 @@ def test_layout_equals_one_process(layout, checkpoint, one_process, tmp_path):
     expected = losses.read(one_process)
     assert len(expected) == 20
     assert losses.relative_difference(losses.read(run), expected) <= FP32
+
+
+def trained(root, nprocs, *groups):
+    """A run with its losses only, for checkpoints with optimizer state."""
+    launch(DOOR, flags("--train-iters 8 --ckpt-format torch_dist", *groups), nprocs=nprocs, records=root, timeout=240)
+    return losses.read(root)
+
+
+def test_checkpoints_resume_bit_equal_and_change_their_layout(checkpoint, tmp_path):
+    """4 steps, save, 4 more: bit-equal in the same layout, equal to rounding from and to TP 2 PP 2."""
+    start, parallel = resume_from(checkpoint), "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    halves = {"one": (1, ""), "four": (4, parallel)}
+    straight = trained(tmp_path / "straight", 1, start)
+    for name, (nprocs, layout) in halves.items():
+        save = f"--save {tmp_path / name} --save-interval 4 --exit-interval 4"
+        trained(tmp_path / f"first-{name}", nprocs, layout, start, save)
+    resumed = {
+        (saved, loaded): trained(tmp_path / f"{saved}-{loaded}", nprocs, layout, f"--load {tmp_path / saved}")
+        for saved, loaded, (nprocs, layout) in (
+            ("one", "one", halves["one"]),
+            ("four", "one", halves["one"]),
+            ("one", "four", halves["four"]),
+        )
+    }
+    second_half = {i: straight[i] for i in range(5, 9)}
+    for pair, run in resumed.items():
+        assert sorted(run) == [5, 6, 7, 8], pair
+        assert losses.relative_difference(run, second_half) <= (0 if pair == ("one", "one") else FP32), pair
