@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3_plugins.feature import Backend, FeatureError, Witness
+from k3_plugins.optimizer.mixed_dtype import fp32_first_patch
 from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.flops import correct_flops
@@ -27,8 +28,9 @@ class KDA:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """The throughput figure; the layers themselves come in through ``--spec``."""
+        """The throughput figure and fp32 parameters in a bf16 model; the layers come in through ``--spec``."""
         return (
+            fp32_first_patch(self.name),
             Patch(
                 id="kda.flops",
                 target="megatron.training.training:num_floating_point_operations",

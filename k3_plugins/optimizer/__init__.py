@@ -1,0 +1,1 @@
+"""Optimizers and repairs of Megatron's; folders mirror ``megatron/core/optimizer``."""
