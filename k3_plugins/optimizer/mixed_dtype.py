@@ -1,9 +1,9 @@
 """fp32 parameters beside bf16 ones in Megatron's distributed optimizer.
 
 KDA's ``A_log`` and ``dt_bias`` stay fp32 in a bf16 model. ``DistributedOptimizer`` records each parameter's place in
-its group in buffer order (the bf16 buffer first), but then hands the inner optimizer the fp32 parameters first. In a group
-that holds both, a parameter's recorded place is another parameter's: gradients are right, but checkpoints save and
-load the wrong state, with an assertion when shapes differ and silently when they agree.
+its group in buffer order (the bf16 buffer first), but then hands the inner optimizer the fp32 parameters first. In a
+group that holds both, a parameter's recorded place is another parameter's: gradients are right, but checkpoints save
+and load the wrong state, with an assertion when shapes differ and silently when they agree.
 """
 
 import functools

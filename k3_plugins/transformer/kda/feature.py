@@ -58,6 +58,11 @@ class KDA:
                 f"--experimental-attention-variant {args.experimental_attention_variant} and the kda feature both "
                 "replace attention; drop one of them."
             )
+        if args.mtp_num_layers:
+            raise FeatureError(
+                f"--mtp-num-layers {args.mtp_num_layers}: multi-token prediction is not available with the kda feature "
+                "yet; drop the flag."
+            )
         try:
             args.linear_attention_freq = resolve_pattern(
                 args.linear_attention_freq, args.num_layers, config.kda_last_layer_full_attention
