@@ -70,6 +70,10 @@ def normalised_source(node: ast.AST) -> list[str]:
 
 def canonical(node: Any) -> str:
     """A text of the syntax tree that is the same under every Python version that parses the source alike."""
+    if isinstance(node, ast.JoinedStr):
+        # Python 3.12 ends a nested format specification with an empty piece, 3.13 does not.
+        pieces = [piece for piece in node.values if not (isinstance(piece, ast.Constant) and piece.value == "")]
+        return f"JoinedStr(values={canonical(pieces)})"
     if isinstance(node, ast.AST):
         parts = [f"{name}={canonical(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
         return f"{type(node).__name__}({','.join(parts)})"

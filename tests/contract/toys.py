@@ -94,9 +94,8 @@ class Ranks:
     timed_out: bool
 
     def __str__(self) -> str:
-        return "\n".join(
-            f"--- rank {i}: exit {c}\n{log[-3000:]}" for i, (c, log) in enumerate(zip(self.codes, self.logs))
-        )
+        outcomes = zip(self.codes, self.logs, strict=True)
+        return "\n".join(f"--- rank {i}: exit {code}\n{log[-3000:]}" for i, (code, log) in enumerate(outcomes))
 
 
 def run_ranks(
