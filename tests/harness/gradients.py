@@ -104,8 +104,9 @@ def assemble(directory: Path, replica_tolerance: float = 1e-6) -> dict[str, torc
     for path in sorted(Path(directory).glob("grads*.pt")):
         for key, shape, offset, data in torch.load(path, weights_only=False):
             whole = full.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
-            region = whole[tuple(slice(o, o + n) for o, n in zip(offset, data.shape[-len(shape) :], strict=True))]
-            data = data.reshape(region.shape)
+            # Equal layers are stacked along a prepended axis, of which a shard holds one entry.
+            data = data.reshape((1,) * (len(shape) - data.dim()) + data.shape)
+            region = whole[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
             if not torch.isnan(region).any():
                 scale = data.abs().max().clamp(min=1e-20)
                 difference = ((region - data).abs().max() / scale).item()
