@@ -1,6 +1,7 @@
 """Writes the report of a run: ``loss.png`` and ``summary.json``, each in one step."""
 
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -53,6 +54,18 @@ def write_report(
     finally:
         temporary.unlink(missing_ok=True)
     temporary = out / f".{SUMMARY}.tmp-{os.getpid()}"
-    temporary.write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(_null_for_nan(asdict(summary)), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(temporary, out / SUMMARY)
     return summary
+
+
+def _null_for_nan(record: dict) -> dict:
+    """JSON has no NaN; ``non_finite`` says that there were some."""
+    return {
+        key: _null_for_nan(value)
+        if isinstance(value, dict)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in record.items()
+    }
