@@ -10,8 +10,10 @@ one JSON answer a line on stdout; end of input ends the server, and its end kill
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -24,6 +26,15 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# What every training run imports in the end, some of it only when it gets there.
+_PRELOAD = (
+    "megatron.training",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.tokenizers.text",
+    "multiprocessing.managers",
+)
 _START_LIMIT_S = 180  # imports of torch, Megatron, modelopt, transformers on a busy machine
 _GRACE_S = 10  # after the first rank failed: time for the others to report what they saw
 
@@ -87,12 +98,34 @@ def _serve() -> None:
     from k3_plugins import platform
 
     platform.select("cpu")
-    import megatron.training  # noqa: F401
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    _remember_docstrings()
 
     answers.write(json.dumps({"ready": os.getpid()}) + "\n")
     for line in sys.stdin:
         job = json.loads(line)
         answers.write(json.dumps(_run(job)) + "\n")
+
+
+def _remember_docstrings() -> None:
+    """Megatron reads the --help of each configuration class from its source, twice a run: over a second of parsing.
+
+    The answer depends on the class alone, so the server takes it once and the ranks inherit it.
+    """
+    from megatron.training import argument_utils, arguments
+
+    factory = argument_utils.ArgumentGroupFactory
+    read = factory._get_field_docstrings
+    remembered: dict[type, dict[str, str]] = {}
+
+    def field_docstrings(self, config_class: type) -> dict[str, str]:
+        if config_class not in remembered:
+            remembered[config_class] = read(self, config_class)
+        return dict(remembered[config_class])
+
+    factory._get_field_docstrings = field_docstrings
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def _run(job: dict) -> dict:

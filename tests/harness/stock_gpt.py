@@ -22,7 +22,12 @@ platform.select("cpu")
 import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: E402
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset  # noqa: E402
+from megatron.core.datasets.gpt_dataset import (  # noqa: E402
+    GPTDataset,
+    GPTDatasetConfig,
+    MockGPTDataset,
+    MockGPTLowLevelDataset,
+)
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer  # noqa: E402
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank  # noqa: E402
@@ -56,6 +61,8 @@ def datasets(num_samples, vp_stage=None):
     def on_this_rank() -> bool:
         return parallel_state.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
+    # 100 000 documents by default, whose index every run would build anew, longer than it trains.
+    MockGPTLowLevelDataset.size = 500
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, on_this_rank, config).build()
 
