@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from k3_plugins.transformer.moe.ops.activation import GatedActivation
 from k3_plugins.transformer.moe.ops.grouped_mlp import grouped_mlp
+from k3_plugins.transformer.norm import parameter_device
 
 
 class GroupedExperts(MegatronModule):
@@ -75,9 +76,8 @@ class GroupedExperts(MegatronModule):
             self.reset_parameters()
 
     def _parameter(self, rows: int, columns: int, partition_dim: int, stride: int) -> nn.Parameter:
-        device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         shape = (self.num_local_experts, rows, columns)
-        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
         weight.allreduce = self.config.expert_model_parallel_size == 1  # else reduced over the expert-DP group
         return weight
@@ -112,9 +112,7 @@ class GroupedExperts(MegatronModule):
             pieces = whole.chunk(shards * weight.partition_stride, dim=weight.partition_dim - 1)
             weight[index].copy_(torch.cat(pieces[rank::shards], dim=weight.partition_dim - 1))
 
-    def forward(
-        self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """``[n, l]`` to ``[n, l]``, weighted by ``probs [n]``; rows sorted by expert, ``tokens_per_expert [g]``."""
         ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
         return grouped_mlp(hidden, probs, self.weight1, self.weight2, ends, self.activation), None
@@ -157,8 +155,7 @@ class GroupedExperts(MegatronModule):
 
         def describe(name: str, weight: Tensor, axis: int, parts: int) -> ShardedTensorFactory:
             @torch.no_grad()
-            def build(key: str, data: Tensor, replica_id: ReplicaId, flattened_range: slice | None) -> list[ShardedTensor]:
-                del flattened_range
+            def build(key: str, data: Tensor, replica_id: ReplicaId, _range: slice | None) -> list[ShardedTensor]:
                 return slices(key, data, axis, parts, replica_id)
 
             def merge(pieces: list[Tensor]) -> Tensor:
