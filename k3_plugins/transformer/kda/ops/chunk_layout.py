@@ -76,32 +76,32 @@ def make_plan(
     return ChunkPlan(total_rows, parts, per_part, rows.view(parts, -1).to(device), starts, ends)
 
 
-def gather(x: Tensor, plan: ChunkPlan, chunks: tuple[int, int], heads: slice, dtype: torch.dtype) -> Tensor:
-    """Rows of the chunks [c0, c1) as a fresh [n, B, P, h, C, D] tensor in `dtype`; padding rows are zero.
+def gather(x: Tensor, out: Tensor, plan: ChunkPlan, chunks: tuple[int, int], heads: slice) -> Tensor:
+    """Write the rows of the chunks [c0, c1) into `out` and return it; padding rows become zero.
 
     Args:
-        x: [B, T, heads, D]
+        x: [B, T, heads, D].
+        out: [n, B, P, h, r, C, D], in the dtype to convert to; each head is written r times.
     """
     c0, c1 = chunks
     n, x = c1 - c0, x[:, :, heads]
     b, _, h, d = x.shape
-    out = x.new_empty(n, b, plan.parts, h, CHUNK, d, dtype=dtype)
     if plan.rows is None:
         t0, t1 = c0 * CHUNK, min(c1 * CHUNK, plan.total_rows)
         full = (t1 - t0) // CHUNK
         rest = t1 - t0 - full * CHUNK
         if full:
             block = x[:, t0 : t0 + full * CHUNK].unflatten(1, (full, CHUNK))
-            out[:full, :, 0].copy_(block.permute(1, 0, 3, 2, 4))
+            out[:full, :, 0].copy_(block.permute(1, 0, 3, 2, 4).unsqueeze(3))
         if rest:
-            out[full, :, 0, :, :rest].copy_(x[:, t1 - rest : t1].transpose(1, 2))
-            out[full, :, 0, :, rest:] = 0
+            out[full, :, 0, :, :, :rest].copy_(x[:, t1 - rest : t1].transpose(1, 2).unsqueeze(2))
+            out[full, :, 0, :, :, rest:] = 0
         return out
     rows = plan.rows[:, c0 * CHUNK : c1 * CHUNK]
     block = x.index_select(1, rows.clamp(min=0).reshape(-1)).view(b, plan.parts, n, CHUNK, h, d)
-    out.copy_(block.permute(2, 0, 1, 4, 3, 5))
+    out.copy_(block.permute(2, 0, 1, 4, 3, 5).unsqueeze(4))
     padding = (rows < 0).view(plan.parts, n, CHUNK).transpose(0, 1)
-    return out.masked_fill_(padding[:, None, :, None, :, None], 0)
+    return out.masked_fill_(padding[:, None, :, None, None, :, None], 0)
 
 
 def scatter(piece: Tensor, out: Tensor, plan: ChunkPlan, chunks: tuple[int, int], heads: slice) -> None:

@@ -27,9 +27,9 @@ from k3_plugins.transformer.kda.ops.chunk_layout import CHUNK, ChunkPlan, gather
 from k3_plugins.transformer.kda.ops.inputs import KDAInputs
 from k3_plugins.transformer.kda.ops.intra_chunk import IntraChunk, intra_chunk, intra_chunk_backward
 
-# Chunks times lanes that are worked on at once. On a CPU 64 keeps the temporaries of K = V = 128 near 2 MB each;
+# Chunks times lanes that are worked on at once. On a CPU 32 keeps the temporaries of K = V = 128 near 1 MB each;
 # an accelerator wants large batches.
-_CHUNK_LANES = {"cpu": 64}
+_CHUNK_LANES = {"cpu": 32}
 _CHUNK_LANES_ACCELERATOR = 1024
 _GROUP_LANES = {"cpu": 16}
 _GROUP_LANES_ACCELERATOR = 256
@@ -71,13 +71,16 @@ def _groups(x: KDAInputs, blocking: Blocking) -> Iterator[Group]:
 
 @dataclass
 class Segment:
-    """The inputs of one group's segment, fp32 or fp64, [n * L, C, width] (beta [n * L, C])."""
+    """The inputs of one group's segment, in fp32 or fp64."""
 
-    q: Tensor
-    k: Tensor
+    kq: Tensor
+    """[n * L, 2, C, K]"""
     v: Tensor
+    """[n * L, C, V]"""
     g: Tensor
+    """[n * L, C, K]"""
     beta: Tensor
+    """[n * L, C]"""
     chunks: tuple[int, int]
     lanes: tuple[int, int, int]
     """(B, P, h)"""
@@ -93,19 +96,20 @@ class Segment:
         return x.unflatten(0, (-1, self.per_chunk))
 
 
+def _rows(x: KDAInputs, t: Tensor, plan: ChunkPlan, chunks: tuple[int, int], heads: slice) -> Tensor:
+    """[n * L, C, D] of a [B, T, HV, D] tensor, in the compute dtype."""
+    shape = (chunks[1] - chunks[0], t.shape[0], plan.parts, heads.stop - heads.start, 1, CHUNK, t.shape[-1])
+    return gather(t, t.new_empty(shape, dtype=x.compute_dtype), plan, chunks, heads).flatten(0, 4)
+
+
 def _load(x: KDAInputs, plan: ChunkPlan, chunks: tuple[int, int], group: Group) -> Segment:
-    dtype = x.compute_dtype
-
-    def rows(t: Tensor, heads: slice) -> Tensor:
-        return gather(t, plan, chunks, heads, dtype)
-
-    q, k = rows(x.q, group.qk_heads), rows(x.k, group.qk_heads)
-    if group.ratio > 1:
-        q, k = (t.repeat_interleave(group.ratio, dim=3) for t in (q, k))
-    v = rows(x.v, group.heads)
-    flat = (t.flatten(0, 3) for t in (q, k, v, rows(x.g, group.heads)))
-    beta = rows(x.beta.unsqueeze(-1), group.heads).flatten(0, 3).squeeze(-1)
-    return Segment(*flat, beta, chunks, tuple(v.shape[1:4]))
+    v, g, beta = (_rows(x, t, plan, chunks, group.heads) for t in (x.v, x.g, x.beta.unsqueeze(-1)))
+    kq = g.new_empty(g.shape[0], 2, *g.shape[1:])
+    lanes = (x.v.shape[0], plan.parts, group.heads.stop - group.heads.start)
+    by_qk_head = kq.view(-1, *lanes[:2], lanes[2] // group.ratio, group.ratio, *kq.shape[1:])
+    gather(x.k, by_qk_head[:, :, :, :, :, 0], plan, chunks, group.qk_heads)
+    gather(x.q, by_qk_head[:, :, :, :, :, 1], plan, chunks, group.qk_heads)
+    return Segment(kq, v, g, beta.squeeze(-1), chunks, lanes)
 
 
 def _set_states(states: Tensor, seg: Segment, marks: list[tuple[int, int]], source: Tensor | None) -> None:
@@ -173,7 +177,7 @@ def _forward(x: KDAInputs, plan: ChunkPlan, blocking: Blocking) -> tuple[Tensor,
         for s, chunks in enumerate(segments):
             saved[s, :, :, hs] = state
             seg = _load(x, plan, chunks, group)
-            f = intra_chunk(seg.q, seg.k, seg.g, seg.beta, keep_levels=False)
+            f = intra_chunk(seg.kq, seg.g, seg.beta, keep_levels=False)
             out = _forward_segment(x, plan, seg, f, lanes, initial, group_final)
             scatter(out.unflatten(0, (-1, *seg.lanes)), o, plan, chunks, hs)
         if final is not None and not packed and segments:
@@ -266,19 +270,20 @@ def _backward_segment(
     d_initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv, dg, dbeta) of a segment, [n * L, C, *]; d_state [L, K, V] is updated in place."""
-    f = intra_chunk(seg.q, seg.k, seg.g, seg.beta, keep_levels=True)
+    f = intra_chunk(seg.kq, seg.g, seg.beta, keep_levels=True)
     states, residual, new_v = (t.flatten(0, 1) for t in _replay(plan, seg, f, state, initial))
     reverse = _reverse_states(plan, seg, f, d_out, d_state, d_final, d_initial)
     d_states, y, d_reads = (t.flatten(0, 1) for t in reverse)
     d_kq_in = torch.bmm(d_reads, states.transpose(1, 2))
     d_k_out = torch.bmm(new_v, d_states.transpose(1, 2))
     d_decay = states.mul_(d_states).sum(-1)
-    d_aqk = torch.bmm(d_out, new_v.transpose(1, 2))
     # d(I + A) = -y Vn^T, and A = Diag(beta) Akk.
+    d_pairs = torch.empty_like(f.pairs)
+    torch.bmm(d_out, new_v.transpose(1, 2), out=d_pairs[:, 1])
     minus_d_a = torch.bmm(y, new_v.transpose(1, 2))
     d_beta = y.mul_(residual).sum(-1) - (minus_d_a * f.akk).sum(-1)
-    d_akk = minus_d_a.mul_(seg.beta.neg().unsqueeze(-1))
-    dq, dk, dg = intra_chunk_backward(seg.q, seg.k, f, d_kq_in, d_k_out, d_decay, d_akk, d_aqk)
+    torch.mul(minus_d_a, seg.beta.neg().unsqueeze(-1), out=d_pairs[:, 0])
+    dq, dk, dg = intra_chunk_backward(seg.kq, f, d_kq_in, d_k_out, d_decay, d_pairs)
     return dq, dk, d_reads[:, :CHUNK].neg(), dg, d_beta
 
 
@@ -310,7 +315,7 @@ def _backward(
         for s in reversed(range(len(segments))):
             chunks = segments[s]
             seg = _load(x, plan, chunks, group)
-            d_out = gather(d_o, plan, chunks, hs, x.compute_dtype).flatten(0, 3).mul_(x.scale)
+            d_out = _rows(x, d_o, plan, chunks, hs).mul_(x.scale)
             state = saved[s, :, :, hs].flatten(0, 2)
             pieces = _backward_segment(
                 plan,
