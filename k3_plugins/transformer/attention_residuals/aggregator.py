@@ -12,6 +12,7 @@ from torch import Tensor
 
 from k3_plugins.transformer.attention_residuals.ops.aggregate import Aggregate, aggregate
 from k3_plugins.transformer.attention_residuals.ops.two_phase import InterBlock
+from k3_plugins.transformer.norm import parameter_device
 
 
 class AttentionResidual(MegatronModule):
@@ -31,7 +32,7 @@ class AttentionResidual(MegatronModule):
 
     def __init__(self, config: TransformerConfig, max_sources: int):
         super().__init__(config=config)
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = parameter_device(config)
         self.query = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype, device=device))
         self.key_norm_weight = torch.nn.Parameter(torch.empty_like(self.query))
         for parameter in (self.query, self.key_norm_weight):

@@ -22,7 +22,11 @@ from k3_plugins.pipeline_parallel.attnres_payload import session as payload
 from k3_plugins.transformer.attention_residuals.aggregator import AttentionResidual
 from k3_plugins.transformer.attention_residuals.bank import Query, ResidualBank
 from k3_plugins.transformer.attention_residuals.config import AttentionResidualsConfig, max_sources
-from k3_plugins.transformer.attention_residuals.layer import AttentionResidualLayer
+from k3_plugins.transformer.attention_residuals.layer import (
+    AttentionResidualLayer,
+    SublayerInput,
+    free_until_backward,
+)
 from k3_plugins.transformer.attention_residuals.recompute import require_patch
 
 
@@ -69,6 +73,7 @@ class AttentionResidualBlock:
             output = super().forward(hidden_states, *args, **kwargs)
             if self.aggregates_output and self.final_layernorm is None:
                 output = self._aggregate_output(output)
+                self._output_input = None
             if self.pg_collection.pp.size() == 1:
                 return output
             blocks = [] if self.aggregates_output else bank.blocks
@@ -77,11 +82,18 @@ class AttentionResidualBlock:
             bank.clear()
 
     def _aggregate_output(self, partial: Tensor) -> Tensor:
-        _, (hidden, _) = self.residual_bank.aggregate(self.output_res, partial)
+        sources, (hidden, weights) = self.residual_bank.aggregate(self.output_res, partial)
+        self._output_input = SublayerInput(partial, hidden, sources, weights)
         return hidden
 
     def _before_final_layernorm(self, _module: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (self._aggregate_output(args[0]), *args[1:])
+
+    def _after_final_layernorm(self, _module: torch.nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
+        pending, self._output_input = self._output_input, None
+        recompute = self.attention_residuals.attn_res_recompute_input == "on"
+        if recompute and pending.hidden.requires_grad and output.requires_grad:
+            free_until_backward(pending, output)
 
 
 @functools.cache
@@ -124,3 +136,4 @@ def install(block: TransformerBlock, config: AttentionResidualsConfig) -> None:
         )
         if block.final_layernorm is not None:
             block.final_layernorm.register_forward_pre_hook(block._before_final_layernorm)
+            block.final_layernorm.register_forward_hook(block._after_final_layernorm)

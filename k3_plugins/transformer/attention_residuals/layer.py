@@ -68,13 +68,17 @@ class PartialSumAdd:
                 partial = torch.zeros((), dtype=pending.hidden.dtype, device=pending.hidden.device)
             total = add(output_with_bias, partial, prob)
             if self.recompute_input and pending.hidden.requires_grad and total.requires_grad:
-                _free_until_backward(pending, total)
+                free_until_backward(pending, total)
             return total
 
         return add_to_partial
 
 
-def _free_until_backward(pending: SublayerInput, total: Tensor) -> None:
+def free_until_backward(pending: SublayerInput, after: Tensor) -> None:
+    """Empty the storage of `pending.hidden` and rebuild it when the gradient of `after` arrives.
+
+    Every consumer of the aggregate must lie between it and `after`, and must have run.
+    """
     hidden, sources, weights = pending.hidden.detach(), pending.sources, pending.weights
     storage = hidden.untyped_storage()
     num_bytes = storage.nbytes()
@@ -86,7 +90,7 @@ def _free_until_backward(pending: SublayerInput, total: Tensor) -> None:
             # through the storage: a write through the tensor would count as an in-place change of a saved tensor
             storage.copy_(combine(weights, [source.detach() for source in sources]).untyped_storage())
 
-    total.register_hook(rebuild)
+    after.register_hook(rebuild)
     storage.resize_(0)
 
 

@@ -52,7 +52,7 @@ def patch_recompute() -> None:
         transformer_block.checkpointed_forward = wrap_checkpointed_forward(transformer_block.checkpointed_forward)
 
 
-def build(case: Case) -> list[GPTModel]:
+def build(case: Case, **flags: str) -> list[GPTModel]:
     """The model chunks of this rank; parallel state is initialised for the case. fp64."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -89,7 +89,7 @@ def build(case: Case) -> list[GPTModel]:
            if case.recompute else {}),
     )
     residuals = AttentionResidualsConfig(
-        attn_res_block_size=case.block, attn_res_pp_cache=case.cache, attn_res_two_phase=case.two_phase
+        attn_res_block_size=case.block, attn_res_pp_cache=case.cache, attn_res_two_phase=case.two_phase, **flags
     )
     chunks = []
     for stage in range(case.virtual or 1):

@@ -1,0 +1,99 @@
+"""Pipeline traffic of Block Attention Residuals: what a token costs per hop, with and without the cache.
+
+    python benchmarks/attnres_pipeline.py [P,V,N ...] [--measure]
+
+(P, V, N): pipeline ranks, virtual stages per rank, blocks of layers per chunk. Counting needs no process; --measure
+also starts P processes on the CPU for the layouts with P <= 4, trains one step through Megatron's interleaved schedule
+and compares the bytes that were sent with the count. A standard residual stream costs one row per hop.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan, cached_blocks, naive_blocks  # noqa: E402
+
+LAYOUTS = [(4, 4, 8), (16, 4, 8), (4, 2, 1), (2, 4, 2), (8, 4, 1)]
+MODES = ("off", "received", "on")
+
+
+def plan(pipeline: int, virtual: int, blocks: int, mode: str, block_size: int = 1) -> PipelinePlan:
+    """`blocks` whole blocks of `block_size` layers in every chunk."""
+    return PipelinePlan(pipeline, (blocks * block_size,) * (pipeline * virtual), block_size, mode)
+
+
+def count(layouts: list[tuple[int, int, int]]) -> None:
+    """Print the table of row counts and ratios."""
+    print(f"{'P,V,N':>10} {'hops':>5} {'no cache':>9} {'received':>9} {'on':>7} {'ratio rec.':>10} {'ratio on':>9}")
+    for pipeline, virtual, blocks in layouts:
+        chunks = pipeline * virtual
+        rows = {mode: sum(plan(pipeline, virtual, blocks, mode).rows_per_hop()) for mode in MODES}
+        # the paper counts blocks without the embedding
+        assert rows["off"] == naive_blocks(chunks, blocks) + chunks - 1
+        assert rows["received"] == cached_blocks(pipeline, virtual, blocks) + pipeline - 1
+        ratios = [rows["off"] / rows[mode] for mode in ("received", "on")]
+        print(
+            f"{f'{pipeline},{virtual},{blocks}':>10} {chunks - 1:>5} {rows['off']:>9} {rows['received']:>9} {rows['on']:>7}"
+            f" {ratios[0]:>9.2f}x {ratios[1]:>8.2f}x"
+        )
+    print("rows of [s, b, d] per micro-batch and direction, summed over all hops; 'received' is the paper's scheme")
+
+
+def one_step(rank: int, world_size: int, pipeline: int, virtual: int, blocks: int, mode: str) -> dict:
+    """Bytes sent by this rank in one step of a real schedule, by direction and hop."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from tests.distributed.pipeline_parallel.attnres import models
+
+    case = models.Case(
+        pipeline, virtual, layers=pipeline * virtual * blocks, block=1, cache=mode, overlap=True, microbatches=pipeline
+    )
+    chunks = models.build(case)
+    machinery = models.machinery()
+    models.run_schedule(machinery.wrap(get_forward_backward_func)(), chunks, case)
+    return dict(machinery.traffic.bytes)
+
+
+def measure(layouts: list[tuple[int, int, int]]) -> None:
+    """Run the layouts that fit and compare."""
+    from k3_plugins.pipeline_parallel.attnres_payload.wire import header_length
+    from tests.distributed.pipeline_parallel.attnres.models import HIDDEN, SEQUENCE
+    from tests.harness.spawn import spawn
+
+    row = SEQUENCE * 2 * HIDDEN * 8
+    for pipeline, virtual, blocks in layouts:
+        if pipeline > 4 or virtual < 2:
+            continue
+        for mode in MODES:
+            sent: dict = {}
+            for rank in spawn(one_step, pipeline, pipeline, virtual, blocks, mode, timeout=600):
+                sent.update(rank)
+            rows = plan(pipeline, virtual, blocks, mode).rows_per_hop()
+            for hop, number in enumerate(rows):
+                size = pipeline * (number * row + header_length(number) * 8)
+                assert sent["forward", hop] == sent["backward", hop] == size, (pipeline, virtual, blocks, mode, hop)
+            payload = sum(rows) * row * pipeline
+            headers = sum(header_length(number) for number in rows) * 8 * pipeline
+            print(
+                f"{pipeline},{virtual},{blocks} cache {mode}: {sum(sent.values()) // 2} bytes per direction in one step of"
+                f" {pipeline} micro-batches, as counted ({payload} payload + {headers} headers)"
+            )
+
+
+def main() -> int:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("layouts", nargs="*", help="P,V,N", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--measure", action="store_true", help="also run layouts with P <= 4 and V >= 2 on the CPU")
+    options = parser.parse_args()
+    layouts = options.layouts or LAYOUTS
+    count(layouts)
+    if options.measure:
+        measure(layouts)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
