@@ -14,6 +14,8 @@ Shapes: s local sequence, S whole sequence, b batch, d hidden, n heads of this r
 p shared key channels (``qk_pos_emb_head_dim``), v value width.
 """
 
+from typing import Any
+
 import torch
 from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -56,6 +58,7 @@ class GatedMLASelfAttention(MegatronModule):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.cp_group = self.pg_collection.tp, self.pg_collection.cp
         self.forward_calls = 0
+        self.generation_cache: Any = None  # a LatentCache (generation.py) while text is generated
 
         heads, tp = config.num_attention_heads, self.tp_group.size()
         if heads % tp:
@@ -123,6 +126,8 @@ class GatedMLASelfAttention(MegatronModule):
                 "Megatron's inference engine does not run gated MLA; use k3_plugins' own generation."
             )
         self.forward_calls += 1
+        if self.generation_cache is not None:
+            return self.generation_cache.advance(self, hidden_states), None
         x = enter_region(hidden_states, self.config, self.tp_group)
         latent = enter_region(self.compress(hidden_states), self.config, self.tp_group)
         key, value = self.expand(gather_sequence(latent, self.cp_group))

@@ -14,6 +14,7 @@ parallelism H and HV count the heads of one rank. Megatron's activations are ``[
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -111,6 +112,7 @@ class KimiDeltaAttention(MegatronModule):
         self.tp_group = self.pg_collection.tp
         self.sizes = sizes = KDASizes.resolve(kda_config, config.num_attention_heads, config.kv_channels)
         self.forward_calls = 0
+        self.generation_cache: Any = None  # a KDACache (generation.py) while text is generated
 
         tp = self.tp_group.size()
         if sizes.num_heads % tp:
@@ -226,6 +228,8 @@ class KimiDeltaAttention(MegatronModule):
         if inference_context is not None:
             raise NotImplementedError("Megatron's inference engine does not run KDA; use k3_plugins' own generation.")
         self.forward_calls += 1
+        if self.generation_cache is not None:
+            return self.generation_cache.advance(self, hidden_states), None
         cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
 
         x = enter_region(hidden_states, self.config, self.tp_group)
