@@ -3,10 +3,10 @@
     python -m k3_plugins.models.kimi_k3.convert --from-hf HF_FOLDER --to CHECKPOINT
     python -m k3_plugins.models.kimi_k3.convert --to-hf HF_FOLDER --from CHECKPOINT
 
-The Megatron checkpoint is a ``release`` checkpoint in the ``torch_dist`` format, so ``--load CHECKPOINT`` with the printed
-flags trains on from it under any parallel layout. Nothing is dropped or made up: a missing, unexpected or misshapen
-tensor, a config field that is not understood, or a damaged file ends the conversion with a list, before the target
-appears. Tensors pass through one by one.
+The Megatron checkpoint is a ``release`` checkpoint in the ``torch_dist`` format, so ``--load CHECKPOINT`` with the
+printed flags trains on from it under any parallel layout. Nothing is dropped or made up: a missing, unexpected or
+misshapen tensor, a config field that is not understood, or a damaged file ends the conversion with a list, before the
+target appears. Tensors pass through one by one.
 """
 
 from __future__ import annotations

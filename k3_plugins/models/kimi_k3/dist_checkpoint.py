@@ -1,14 +1,15 @@
 """Megatron's distributed checkpoint (``torch_dist``), written and read one box of a tensor at a time.
 
-The format is torch.distributed.checkpoint's: ``.distcp`` files of serialised boxes, and ``.metadata`` that says which box
-of which tensor lies where. Megatron's own writer takes a whole model in memory; here each box is written when it comes,
-so a checkpoint of any size is converted in the memory of its largest box. Any parallel layout loads the result.
+The format is torch.distributed.checkpoint's: ``.distcp`` files of serialised boxes, and ``.metadata`` that says which
+box of which tensor lies where. Megatron's own writer takes a whole model in memory; here each box is written when it
+comes, so a checkpoint of any size is converted in the memory of its largest box. Any parallel layout loads the result.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -77,6 +78,8 @@ class BoxWriter:
         chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size())
         self._tensors[key].chunks.append(chunk)
         self._filled[key] = self._filled.get(key, 0) + box.numel()
+        if box.dtype != self._tensors[key].properties.dtype:
+            raise ConversionError(f"parts of {key} have different element types; store them in one")
         contents = io.BytesIO()
         torch.save(box, contents)
         self._append(MetadataIndex(key, chunk.offsets, len(self._tensors[key].chunks) - 1), contents)
@@ -150,5 +153,9 @@ class BoxReader:
         data = torch.empty(tuple(shape), dtype=self.dtypes[key])
         whole = self.shapes[key]
         box = ShardedTensor(key, data, data.dtype, tuple(shape), whole, tuple(offset), tuple(whole))
-        checkpoint.load({key: CheckpointableShardedTensor.from_sh_ten(box)}, storage_reader=self._reader, no_dist=True)
+        planner = checkpoint.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        state = {key: CheckpointableShardedTensor.from_sh_ten(box)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            checkpoint.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
         return data

@@ -153,7 +153,7 @@ def _unconvertible(args: Namespace) -> list[tuple[bool, str]]:
         (not args.swiglu, "its feed-forward networks are not gated (--swiglu)"),
         (args.add_bias_linear, "its linear layers have biases (--disable-bias-linear)"),
         (not args.untie_embeddings_and_output_weights, "its embedding and output layer share their weights"),
-        (args.mla_latent_norm_eps != 1e-6, f"--mla-latent-norm-eps is {args.mla_latent_norm_eps}; published models: 1e-6"),
+        (args.mla_latent_norm_eps != 1e-6, f"--mla-latent-norm-eps is {args.mla_latent_norm_eps}, published is 1e-6"),
         (bool(args.mtp_num_layers), "it has multi-token-prediction layers, which have no published names"),
         (experts and args.moe_router_score_function != "sigmoid", "its router does not use sigmoid scores"),
         (experts and not args.moe_router_enable_expert_bias, "its router has no expert bias"),
@@ -195,7 +195,7 @@ def _original(
     changed = hf_config.differences(original, saved)
     if changed:
         raise ConversionError(
-            f"{folder / hf_folder.CONFIG} describes another model than the checkpoint's arguments (config, checkpoint):\n"
+            f"{folder / hf_folder.CONFIG} and the checkpoint's arguments describe two models (config, checkpoint):\n"
             + "\n".join(f"  {line}" for line in changed)
         )
     if spelling.unpacked:

@@ -3,8 +3,8 @@
     read(values) -> (ModelDescription, notes)        # every field is used, checked, known to be harmless, or an error
     write(description) -> values                     # in the published form
 
-Two forms exist: the published one (``linear_attn_config`` with 1-indexed layer lists, ``first_k_dense_replace``) and the
-one that ``transformers`` saves (``layer_types``, ``mlp_layer_types``, ``linear_*``). A K3 config nests the language
+Two forms exist: the published one (``linear_attn_config`` with 1-indexed layer lists, ``first_k_dense_replace``) and
+the one that ``transformers`` saves (``layer_types``, ``mlp_layer_types``, ``linear_*``). A K3 config nests the language
 model's fields in ``text_config``. A field that is not known here may change the model, so it is refused, not skipped.
 
 This module imports neither torch nor megatron.
@@ -127,7 +127,7 @@ HARMLESS = frozenset(
     ignore_index _commit_hash id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward""".split()
 )
 """Fields that do not change what the weights compute (``rope_theta``: there is no rotation; ``head_dim`` and
-``qk_head_dim`` repeat other fields; ``quantization_config`` says how the weights are packed, which their names show)."""
+``qk_head_dim`` repeat other fields; ``quantization_config`` says how weights are packed, which their names show)."""
 
 PATTERN_FIELDS = frozenset(
     """linear_attn_config layer_types mlp_layer_types first_k_dense_replace linear_head_dim linear_num_heads
@@ -168,8 +168,8 @@ class _Reader:
 
 
 def _kind_name(kinds: type | tuple[type, ...]) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list", dict: "a table"}
-    return names.get(kinds if isinstance(kinds, type) else kinds[-1], "the expected type")
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
+    return names.get(kinds if isinstance(kinds, type) else kinds[-1], "a table of fields")
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -225,7 +225,8 @@ def read(
     attention = _attention_pattern(reader, linear, layers)
     moe = _moe_pattern(reader, layers, "num_experts" in sizes)
     if reader.faults:
-        raise ConversionError("config.json cannot be converted:\n" + "\n".join(f"  - {fault}" for fault in reader.faults))
+        listing = "\n".join(f"  - {fault}" for fault in reader.faults)
+        raise ConversionError(f"config.json cannot be converted:\n{listing}")
 
     period = next((p for p in range(1, layers + 1) if full_attention_pattern(layers, p) == attention), 4)
     config = KimiK3Config(

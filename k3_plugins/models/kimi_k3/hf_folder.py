@@ -63,9 +63,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def companions(folder: Path) -> list[Path]:
     """The files that belong to a model but are no weights: config, tokenizer, templates, remote code."""
-    return sorted(
-        path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS) and path.name != SIDECAR
-    )
+    files = (path for path in folder.iterdir() if path.is_file() and path.name != SIDECAR)
+    return sorted(path for path in files if not path.name.endswith(_WEIGHTS))
 
 
 def has_tokenizer(folder: Path) -> bool:

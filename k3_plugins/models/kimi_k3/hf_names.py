@@ -90,8 +90,8 @@ TABLE: tuple[Entry, ...] = (
     Entry("block_sparse_moe.gate.weight", "mlp.router.weight", "moe"),
     Entry("block_sparse_moe.gate.e_score_correction_bias", "mlp.router.expert_bias", "moe"),
     *(
-        Entry(f"block_sparse_moe.experts.{{E}}.{x}.weight", "mlp.experts.experts.linear_fc1.weight", "moe", block=(i, 2))
-        for x, i in (("w1", 0), ("w3", 1))
+        Entry(f"block_sparse_moe.experts.{{E}}.{x}.weight", "mlp.experts.experts.linear_fc1.weight", "moe", block=block)
+        for x, block in (("w1", (0, 2)), ("w3", (1, 2)))
     ),
     Entry("block_sparse_moe.experts.{E}.w2.weight", "mlp.experts.experts.linear_fc2.weight", "moe"),
     *(
@@ -266,7 +266,7 @@ def refuse_unknown(names: Iterable[str], missing: Sequence[str], unexpected: Seq
     lines += _listing("missing from the checkpoint", missing) + _listing("not part of the model", unexpected)
     if any(RUNTIME_NAMES.search(name) for name in names):
         lines.append(
-            "the names are those of a transformers module in memory (state_dict()): write the folder with save_pretrained"
+            "the names are those of a transformers module in memory: write the folder with its save_pretrained"
         )
     raise ConversionError("the tensors do not fit config.json:\n" + "\n".join(f"  {line}" for line in lines))
 

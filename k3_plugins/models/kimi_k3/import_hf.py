@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from k3_plugins import features as feature_list
+from k3_plugins import manifest
 from k3_plugins.data.tokenizers import PADDING_MULTIPLE
 from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
@@ -45,7 +46,8 @@ def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) ->
         from k3_plugins.models.kimi_k3 import megatron_session
 
         values = run_values(description)
-        args = megatron_session.start(description.features, values, "cpu", "k3_plugins.models.kimi_k3.convert")
+        activation = megatron_session.open_door(description.features, "cpu", "k3_plugins.models.kimi_k3.convert")
+        args = megatron_session.initialize(activation, values)
         layout = megatron_session.expected_layout(args)
         boxes = check_layout(found, layout.tensors, weights, description)
 
@@ -53,11 +55,12 @@ def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) ->
         iteration.mkdir()
         _write(iteration, boxes, layout, weights, description, args, _tokenizer(source, target))
         hf_folder.write_sidecar(source, iteration, spelling)
-        _write_manifest(iteration)
+        manifest.write(iteration, activation, 0)
         (folder / TRACKER).write_text(RELEASE)
     printed = values | _tokenizer(source, target)
     words = megatron_session.words({name: value for name, value in printed.items() if value is not None})
-    return ["--k3-plugins", ",".join(description.features), *words, "--ckpt-format", "torch_dist", "--load", str(target)]
+    features = ",".join(description.features)
+    return ["--k3-plugins", features, *words, "--ckpt-format", "torch_dist", "--load", str(target)]
 
 
 def open_folder(source: Path, ignore: Sequence[str] = ()) -> tuple[ModelDescription, Weights, str]:
@@ -135,8 +138,8 @@ def _check_padding(name: str, tensor: Tensor, heads: int) -> None:
     wrong = int(padding.count_nonzero())
     if wrong:
         raise ConversionError(
-            f"{name} has {tensor.numel()} entries for {heads} heads, and {wrong} of the {padding.numel()} that pad it are "
-            "not zero: they would be lost. Check num_heads in config.json"
+            f"{name} has {tensor.numel()} entries for {heads} heads, and {wrong} of the {padding.numel()} that pad it "
+            "are not zero: they would be lost. Check num_heads in config.json"
         )
 
 
@@ -187,9 +190,8 @@ def check_layout(
             faults.append(f"{name} has shape {weights.shape(name)}, the config asks for {place.hf_shape(shape)}")
         boxes.append((place, name, offset, shape))
     filled = {place.key for place, _ in found}
-    faults += [
-        f"nothing fills the model's {key}" for key in tensors if key not in filled and not hf_names.STATISTICS.fullmatch(key)
-    ]
+    empty = [key for key in tensors if key not in filled and not hf_names.STATISTICS.fullmatch(key)]
+    faults += [f"nothing fills the model's {key}" for key in empty]
     if faults:
         more = [f"... and {len(faults) - 40} more"] if len(faults) > 40 else []
         raise ConversionError("\n  ".join(["the tensors do not fit the model:", *faults[:40], *more]))
@@ -241,9 +243,3 @@ def _write(
     writer.object(COMMON_STATE, common)
     writer.close()
 
-
-def _write_manifest(iteration: Path) -> None:
-    from k3_plugins import manifest
-    from k3_plugins.activation import current
-
-    manifest.write(iteration, current(), 0)

@@ -1,6 +1,7 @@
 """A Megatron of one process for tools: conversion and generation use the product's own door, parser and model builder.
 
-    args = start(features, words, platform="cpu", door=...)     # once in a process; before this, nothing is imported
+    activation = open_door(features, platform="cpu", door=...)   # once in a process; Megatron is not imported before
+    args = initialize(activation, values)
     layout = expected_layout(args)                               # what a checkpoint of this model holds; no memory
     model = build(args)
 """
@@ -8,12 +9,15 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
+from k3_plugins.activation import Activation
 from k3_plugins.feature import FeatureError
 
 CPU_WORDS = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
@@ -23,14 +27,30 @@ CPU_WORDS = """--transformer-impl local --use-cpu-initialization --no-gradient-a
 ONE_PROCESS_WORDS = "--micro-batch-size 1 --global-batch-size 1 --ckpt-format torch_dist".split()
 
 
-def start(features: Sequence[str], values: Mapping[str, Any], platform: str | None, door: str) -> Namespace:
-    """Activate the features, parse and validate the arguments, and set up a process group of one.
+def open_door(features: Sequence[str], platform: str | None, door: str) -> Activation:
+    """Activate the features.
 
     Args:
         features: for ``--k3-plugins``.
-        values: values by argparse destination, as ``ModelDescription.arguments`` gives them.
-        platform: for ``--k3-platform``.
+        platform: for ``--k3-platform``; None chooses.
         door: for messages.
+
+    Raises:
+        SystemExit: with code 2 and a sentence, if the features cannot be had.
+    """
+    from k3_plugins.bootstrap import activate
+
+    sys.argv[1:] = ["--k3-plugins", ",".join(features), *(["--k3-platform", platform] if platform else [])]
+    return activate(sys.argv[1:], door)
+
+
+def initialize(activation: Activation, values: Mapping[str, Any], extra: Sequence[str] = ()) -> Namespace:
+    """Parse and validate the arguments, and set up process groups of one.
+
+    Args:
+        activation: what ``open_door`` returned.
+        values: values by argparse destination, as ``ModelDescription.arguments`` gives them.
+        extra: further words for the command line.
 
     Returns:
         Megatron's validated arguments.
@@ -38,23 +58,27 @@ def start(features: Sequence[str], values: Mapping[str, Any], platform: str | No
     Raises:
         SystemExit: with code 2 and a sentence, if Megatron or a feature refuses the arguments.
     """
-    from k3_plugins.bootstrap import activate
-
-    control = ["--k3-plugins", ",".join(features), *(["--k3-platform", platform] if platform else [])]
-    activation = activate(control, door)
     on_cpu = activation.platform == "cpu"
-    sys.argv[1:] = [*control, *ONE_PROCESS_WORDS, *(CPU_WORDS if on_cpu else []), *words(values)]
+    sys.argv[1:] += [*ONE_PROCESS_WORDS, *(CPU_WORDS if on_cpu else []), *words(values), *extra]
 
     import torch
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
-    args = parse_and_validate_args()
-    torch.distributed.init_process_group(
-        "gloo" if on_cpu else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    initialize_megatron()
+    with _quiet():
+        args = parse_and_validate_args()
+        torch.distributed.init_process_group(
+            "gloo" if on_cpu else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        initialize_megatron()
     return args
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron prints every argument at the start of a training; a tool's output is its result."""
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def words(values: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """MXFP4-packed weights of a published checkpoint as ordinary tensors.
 
-A packed matrix ``[n, m]`` is stored as ``weight_packed`` uint8 ``[n, m / 2]`` (two E2M1 values a byte, the even column in
-the low four bits) and ``weight_scale`` uint8 ``[n, m / 32]`` (UE8M0: 2 ** (s - 127), one for 32 columns). Every value is a
-product of a two-bit significand and a power of two, so bfloat16 and float32 hold it exactly.
+A packed matrix ``[n, m]`` is stored as ``weight_packed`` uint8 ``[n, m / 2]`` (two E2M1 values a byte, the even column
+in the low four bits) and ``weight_scale`` uint8 ``[n, m / 32]`` (UE8M0: 2 ** (s - 127), one for 32 columns). Every
+value is a product of a two-bit significand and a power of two, so bfloat16 and float32 hold it exactly.
 """
 
 import torch
@@ -33,7 +33,7 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype, name: str = "w
         ConversionError: other element types, shapes that do not fit each other, or values that ``dtype`` cannot hold.
     """
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
-        raise ConversionError(f"{name}: packed values and scales must be uint8, they are {packed.dtype} and {scale.dtype}")
+        raise ConversionError(f"{name}: packed values and scales are {packed.dtype} and {scale.dtype}, not uint8")
     if packed.dim() != 2 or scale.shape != (packed.shape[0], packed.shape[1] * 2 // BLOCK):
         raise ConversionError(
             f"{name}: scales {tuple(scale.shape)} do not fit packed values {tuple(packed.shape)}: one scale for "

@@ -131,7 +131,8 @@ class Weights:
         try:
             return self._file(file).get_tensor(stored)
         except (SafetensorError, OSError) as error:
-            raise ConversionError(f"{self.folder / file}: {stored} cannot be read ({error}): copy the file again") from error
+            message = f"{self.folder / file}: {stored} cannot be read ({error}): copy the file again"
+            raise ConversionError(message) from error
 
 
 class ShardWriter:
