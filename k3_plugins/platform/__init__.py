@@ -79,23 +79,26 @@ def select(name: str | None = None) -> PlatformReport:
         )
     else:
         reason = f"asked for by name; {gpu.reason}" if requested == "cpu" else gpu.reason
-        report = PlatformReport("cpu", reason, _banner(reason))
-        _install_cpu(report, named=requested == "cpu")
+        report = PlatformReport("cpu", reason, _banner(reason, _install_cpu(named=requested == "cpu")))
+        if int(os.environ.get("RANK", "0")) == 0:
+            # stderr: stdout may be a machine-readable answer (doctor --json).
+            print(report.banner, file=sys.stderr, flush=True)
     _selected = report
     return report
 
 
-def _banner(reason: str) -> str:
+def _banner(reason: str, notes: list[str]) -> str:
     width = 100
     lines = (
         "k3_plugins: CPU PLATFORM (gloo, no CUDA)",
         f"why: {reason}",
         "For correctness checks and small runs: Megatron computes on the CPU and says nothing about GPU speed.",
+        *notes,
     )
     return "\n".join(("=" * width, *lines, "=" * width))
 
 
-def _install_cpu(report: PlatformReport, named: bool) -> None:
+def _install_cpu(named: bool) -> list[str]:
     if "megatron.core" in sys.modules or "megatron.training" in sys.modules:
         raise PlatformError(
             "the CPU platform must be selected before Megatron is imported: its modules bind CUDA functions by name "
@@ -103,7 +106,4 @@ def _install_cpu(report: PlatformReport, named: bool) -> None:
         )
     from k3_plugins.platform import cpu
 
-    cpu.install(named=named)
-    if int(os.environ.get("RANK", "0")) == 0:
-        # stderr: stdout may be a machine-readable answer (doctor --json).
-        print(report.banner, file=sys.stderr, flush=True)
+    return cpu.install(named=named)

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -44,6 +45,7 @@ class ForkServer:
 
     def __init__(self):
         self._process: subprocess.Popen | None = None
+        self._output = None  # what the imports print; shown only if the server fails
 
     def run(self, job: dict, timeout: float) -> dict:
         """Run one job; see `_serve` for its fields. Returns {"exit_codes": [...], "timed_out": bool}."""
@@ -54,10 +56,12 @@ class ForkServer:
         return self._answer(timeout + _GRACE_S + 30)
 
     def _start(self) -> None:
+        self._output = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.forkserver"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=self._output,
             text=True,
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -70,7 +74,8 @@ class ForkServer:
         line = self._process.stdout.readline() if ready else ""
         if not line:
             self.stop()
-            raise RuntimeError(f"the fork server gave no answer within {limit:.0f} s; its output is on stderr")
+            self._output.seek(0)
+            raise RuntimeError(f"the fork server gave no answer within {limit:.0f} s:\n{self._output.read()[-4000:]}")
         return json.loads(line)
 
     def stop(self) -> None:

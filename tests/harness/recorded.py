@@ -53,34 +53,34 @@ def hook_training(target: str, install: Callable[[ModuleType], None]) -> None:
 
 
 def _wrap(module, path: Path, digest: bool) -> None:
-    # Not train_step or set-up: the plug-in patches those, and refuses a second hand on them.
-    model_of_step = []
-    get_megatron_optimizer, training_log = module.get_megatron_optimizer, module.training_log
+    # The plug-in patches the loop's functions and refuses a second hand on them. training_log's first calls are to
+    # getters that nobody patches: its arguments are read from there.
+    model = []
+    get_megatron_optimizer, get_one_logger = module.get_megatron_optimizer, module.get_one_logger
 
     @functools.wraps(get_megatron_optimizer)
     def seen_get_megatron_optimizer(config, model_chunks, *args, **kwargs):
-        model_of_step[:] = model_chunks
+        model[:] = model_chunks
         return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
 
-    @functools.wraps(training_log)
-    def recorded_training_log(
-        loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *args, **kwargs
-    ):
-        line = {
-            "iteration": iteration,
-            "losses": {key: float(value).hex() for key, value in loss_dict.items()},
-            "grad_norm": None if grad_norm is None else float(grad_norm).hex(),
-        }
-        if digest:
-            line["parameters"] = _digest(model_of_step)
-        with path.open("a") as f:
-            f.write(json.dumps(line) + "\n")
-        return training_log(
-            loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, flag, skipped, grad_norm, *args, **kwargs
-        )
+    @functools.wraps(get_one_logger)
+    def recorded_get_one_logger():
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "training_log":
+            values = caller.f_locals
+            line = {
+                "iteration": values["iteration"],
+                "losses": {key: float(value).hex() for key, value in values["loss_dict"].items()},
+                "grad_norm": None if values["grad_norm"] is None else float(values["grad_norm"]).hex(),
+            }
+            if digest:
+                line["parameters"] = _digest(model)
+            with path.open("a") as f:
+                f.write(json.dumps(line) + "\n")
+        return get_one_logger()
 
     module.get_megatron_optimizer = seen_get_megatron_optimizer
-    module.training_log = recorded_training_log
+    module.get_one_logger = recorded_get_one_logger
 
 
 def _digest(model) -> str:

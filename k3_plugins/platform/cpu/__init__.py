@@ -8,6 +8,7 @@ correctness and small runs. The parts, in the order they are installed:
     devices                device arguments "cuda"/int -> cpu; Tensor.cuda, Tensor.type
     collectives            nccl -> gloo
     randomness             random draws that would touch the shared CPU generator on some ranks only
+    packages               CUDA-only packages count as not installed
     processes              helper processes end with their rank
     megatron               repairs of Megatron's modules, applied when each is imported
     distributed_optimizer  resume of the distributed optimizer with torch's Adam (one of those repairs)
@@ -22,25 +23,27 @@ import os
 
 from k3_plugins.platform import PlatformError, detect
 
-_installed = False
+_notes: list[str] | None = None
 
 
-def install(*, named: bool) -> None:
+def install(*, named: bool) -> list[str]:
     """Install everything, once. `named` says that the user asked for the CPU by name.
+
+    Returns what the user should know beyond the fact itself, one sentence each.
 
     Raises PlatformError beside a GPU unless `named`: a job on a GPU machine must not become a CPU job by
     accident.
     """
-    global _installed
-    if _installed:
-        return
+    global _notes
+    if _notes is not None:
+        return _notes
     gpu = detect.gpu()
     if gpu.present and not named:
         raise PlatformError(f"the CPU platform stays off beside a GPU ({gpu.reason}) unless named: --k3-platform cpu.")
 
     _set_environment()
 
-    from k3_plugins.platform.cpu import collectives, cuda_module, devices, megatron, processes, randomness
+    from k3_plugins.platform.cpu import collectives, cuda_module, devices, megatron, packages, processes, randomness
 
     devices.install()
     cuda_module.install()
@@ -48,7 +51,9 @@ def install(*, named: bool) -> None:
     randomness.install()
     processes.install()
     megatron.install()
-    _installed = True
+    hidden = packages.install()
+    _notes = [f"not used, CUDA only: {', '.join(hidden)}"] if hidden else []
+    return _notes
 
 
 def _set_environment() -> None:

@@ -70,7 +70,6 @@ def install() -> None:
 
     for name in _FACTORIES:
         setattr(torch, name, _wrap_factory(getattr(torch, name)))
-    torch.as_tensor = _wrap_as_tensor(torch.as_tensor)
     for name in _NEW_METHODS:
         setattr(torch.Tensor, name, _wrap_factory(getattr(torch.Tensor, name)))
     torch.Tensor.to = _wrap_to(torch.Tensor.to)
@@ -94,17 +93,6 @@ def _wrap_factory(original: Callable) -> Callable:
         return original(*args, **kwargs)
 
     return factory
-
-
-def _wrap_as_tensor(original: Callable) -> Callable:
-    # The one factory whose device may be positional: as_tensor(data, dtype, device).
-    @functools.wraps(original)
-    def as_tensor(*args, **kwargs) -> Any:
-        if len(args) > 2:
-            args = (*args[:2], to_cpu(args[2]), *args[3:])
-        return original(*args, **kwargs)
-
-    return as_tensor
 
 
 def _wrap_to(original: Callable) -> Callable:

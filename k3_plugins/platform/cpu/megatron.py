@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
+from typing import Any
 
+from k3_plugins.failure import fail
 from k3_plugins.platform.cpu import distributed_optimizer
 from k3_plugins.platform.cpu.import_hook import after_import
 
@@ -13,6 +15,7 @@ from k3_plugins.platform.cpu.import_hook import after_import
 def install() -> None:
     """Register the repairs; Megatron is not imported here."""
     after_import("megatron.training.initialize", _no_warm_up)
+    after_import("megatron.training.arguments", _no_sensors)
     after_import("megatron.core.datasets.utils", _no_recompilation)
     after_import("megatron.core.optimizer.distrib_optimizer", distributed_optimizer.repair)
     after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _forked_results_queue)
@@ -47,3 +50,17 @@ def _no_recompilation(module: ModuleType) -> None:
             original(*args, **kwargs)
 
     module.compile_helpers = compile_helpers
+
+
+def _no_sensors(module: ModuleType) -> None:
+    # These flags read GPU sensors at the first log interval, when steps have been computed already. Say it before.
+    original = module.validate_args
+
+    @functools.wraps(original)
+    def validate_args(args, *rest, **kwargs) -> Any:
+        for flag in ("log_straggler", "log_energy"):
+            if getattr(args, flag, False):
+                fail(f"--{flag.replace('_', '-')} reads GPU sensors, which a CPU does not have: remove it.")
+        return original(args, *rest, **kwargs)
+
+    module.validate_args = validate_args
