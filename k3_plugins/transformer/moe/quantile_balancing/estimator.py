@@ -2,15 +2,15 @@
 
 With scores ``s_ij`` and biases ``b_j``, token i selects the k largest ``s_ij + b_j``; its cutoff ``a_i`` is the
 (k+1)-th. Expert j is selected where ``b_j > a_i - s_ij =: r_ij``, so it gets its fair share ``k / E`` of the tokens
-when ``b_j`` is the ``k / E`` quantile of ``r_ij`` over ALL tokens of the global batch. Counting ``r_ij`` into bins makes
-this a sum of integers, which does not depend on how the batch was split.
+when ``b_j`` is the ``k / E`` quantile of ``r_ij`` over ALL tokens of the global batch. Counting ``r_ij`` into bins
+makes this a sum of integers, which does not depend on how the batch was split.
 
 Letters: T tokens, E experts, k experts per token, B bins.
 
-Bins. ``uniform``: equal bins over ``[min b - 1, max b + 1]``, every value that r can take. ``centred``: log-spaced around
-each expert's current bias (``r_ij - b_j``), from 1e-5 to the same range on both sides: fine where the quantile moves
-little from step to step, which is where saturating sigmoid scores crowd. The estimate lies in the bin that holds the
-exact quantile.
+Bins. ``uniform``: equal bins over ``[min b - 1, max b + 1]``, every value that r can take. ``centred``: log-spaced
+around each expert's current bias (``r_ij - b_j``), from 1e-5 to the same range on both sides: fine where the quantile
+moves little from step to step, which is where saturating sigmoid scores crowd. The estimate lies in the bin that holds
+the exact quantile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def bin_edges(bias: Tensor, bins: Bins, num_bins: int = NUM_BINS) -> Tensor:
     return torch.cat((-side.flip(0), side.new_zeros(1), side))
 
 
-def count(scores: Tensor, cutoff: Tensor, bias: Tensor, edges: Tensor, bins: Bins, valid: Tensor | None, into: Tensor) -> None:
+def count(
+    scores: Tensor, cutoff: Tensor, bias: Tensor, edges: Tensor, bins: Bins, valid: Tensor | None, into: Tensor
+) -> None:
     """Add the tokens' margins ``r_ij = a_i - s_ij`` to a histogram.
 
     Args:
@@ -73,9 +75,9 @@ def count(scores: Tensor, cutoff: Tensor, bias: Tensor, edges: Tensor, bins: Bin
 
 
 def estimate(histogram: Tensor, bias: Tensor, edges: Tensor, bins: Bins, k: int) -> Tensor:
-    """The next bias ``[E]``, mean-centred, from a histogram of the whole batch; the old bias where nothing was counted.
+    """The next bias ``[E]``, mean-centred, from a histogram of the whole batch; the old one where nothing was counted.
 
-    The first bin whose cumulative count reaches ``ceil(q)``, ``q = T k / E``, holds the quantile; linear inside the bin.
+    The first bin whose cumulative count reaches ``ceil(q)``, ``q = T k / E``, holds the quantile; linear inside it.
 
     Args:
         histogram: integer ``[E, B]``.
