@@ -20,6 +20,10 @@ CASES = {
     "positive lower bound": ("--kda-gate-lower-bound 5", "must be negative"),
     "value heads": ("--kda-num-value-heads 6", "not a multiple of --kda-num-heads 4"),
     "another spec": ("--spec some.module layers", "drop --spec"),
+    "packed rows in a pipeline": (
+        "--pipeline-model-parallel-size 2 --reset-attention-mask",
+        "use --micro-batch-size 1",
+    ),
     "unknown model": ("--k3-model kimi_k9", "choose one of"),
     "model without its features": ("--k3-model kimi_k3", "type --k3-plugins"),
 }

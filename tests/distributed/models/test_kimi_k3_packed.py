@@ -1,7 +1,12 @@
 """Packed documents through the whole model: each behaves as if it were alone, whatever lies beside it."""
 
+import numpy
+import pytest
 import torch
 
+from tests.harness import gradients, losses
+from tests.harness.k3_model import DOOR, flags
+from tests.harness.launch import launch
 from tests.harness.spawn import spawn
 
 # fp32 rounding through four layers; measured 4e-7.
@@ -84,3 +89,65 @@ def check_packings(rank, world_size):
 
 def test_each_document_is_alone():
     assert spawn(check_packings, 1)[0] <= FP32
+
+
+# Context-parallel ranks hold different numbers of unmasked tokens: only a loss per token is equal in every layout.
+PACKED = """
+    --reset-position-ids --reset-attention-mask --eod-mask-loss --calculate-per-token-loss --train-iters 5
+"""
+
+LAYOUTS = {
+    "CP 2": (2, "--context-parallel-size 2"),
+    # stages in the middle see no tokens, only boundaries
+    "PP 4": (4, "--pipeline-model-parallel-size 4 --micro-batch-size 1"),
+    "TP 2 SP": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+}
+
+
+def train(records, nprocs, *groups):
+    words = [word for word in flags(PACKED, *groups) if word != "--mock-data"]
+    launch("tests.harness.gradients", [records, DOOR, *words], nprocs=nprocs, timeout=240)
+    return records
+
+
+def write_documents(prefix):
+    """Short documents of many lengths, 1 token and longer than a sequence included, each closed by the end token."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    end_of_document = 126  # NullTokenizer's, for --vocab-size 127
+    generator = torch.Generator().manual_seed(11)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.int32)
+    for length in (torch.randint(1, 40, (400,), generator=generator)).tolist() + [150, 1, 1, 90]:
+        tokens = torch.randint(0, end_of_document, (length,), generator=generator)
+        builder.add_document(torch.cat([tokens, torch.tensor([end_of_document])]), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.fixture(scope="module")
+def packed_reference(tmp_path_factory):
+    """A checkpoint, and the one-process run on packed documents from it."""
+    root = tmp_path_factory.mktemp("packed")
+    write_documents(root / "documents")
+    data = f"--data-path {root}/documents --data-cache-path {root}/cache"
+    save = f"--save {root}/ckpt --save-interval 1 --no-save-optim --no-save-rng"
+    train(root / "init", 1, data, f"--train-iters 1 --lr 0 --min-lr 0 --lr-warmup-iters 0 {save}")
+    start = f"{data} --load {root}/ckpt --no-load-optim --no-load-rng --finetune"
+    return start, train(root / "one", 1, start)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_documents_from_megatrons_loader_equal_one_process(layout, packed_reference, tmp_path):
+    start, one = packed_reference
+    nprocs, words = LAYOUTS[layout]
+    run = train(tmp_path / "run", nprocs, start, words)
+    error, worst = gradients.largest_difference(gradients.assemble(run), gradients.assemble(one))
+    assert error <= 2e-5, f"gradient of {worst} differs by {error:.1e}"
+    assert losses.relative_difference(losses.read(run), losses.read(one)) <= 2e-5
+
+
+def test_resetting_changes_the_result(packed_reference, tmp_path):
+    """The documents are shorter than a sequence, so packing must matter, or the tests above show nothing."""
+    start, one = packed_reference
+    words = [word for word in flags("--eod-mask-loss --train-iters 5", start) if word != "--mock-data"]
+    launch(DOOR, words, records=tmp_path / "plain")
+    assert abs(losses.read(tmp_path / "plain")[1].loss - losses.read(one)[1].loss) > 1e-4
