@@ -1,0 +1,160 @@
+"""Step time and slowest rank of a mixture-of-experts layer: MoonEP against Megatron's dispatchers, on CPU with gloo.
+
+    python benchmarks/moonep.py [--ranks 4] [--tokens 512] [--steps 5]
+
+For each routing that the router itself produces: rows of the busiest rank (against a rank's own S*K), the makespan of
+the expert computation (slowest rank, forward) and the time of a forward and backward pass. The processes share this
+machine's cores and exchange through memory: the numbers show who waits for whom, not how fast a cluster would be.
+MoonEP sends rows twice and moves 2 m experts' weights per rank in each pass; on balanced loads that is pure cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from types import SimpleNamespace
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from k3_plugins import platform
+
+platform.select("cpu")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig  # noqa: E402
+from k3_plugins.transformer.moe.latent_moe.layer import LatentMoELayer  # noqa: E402
+from k3_plugins.transformer.moe.latent_moe.spec import moe_module_spec  # noqa: E402
+from k3_plugins.transformer.moe.moonep import balanced  # noqa: E402
+from k3_plugins.transformer.moe.moonep.config import MoonEPConfig  # noqa: E402
+from k3_plugins.transformer.moe.moonep.spec import layer_options  # noqa: E402
+from k3_plugins.transformer.moe.ops import grouped_mlp  # noqa: E402
+
+DISPATCHERS = ("alltoall", "allgather", "moonep")
+ROUTINGS = ("balanced", "zipf", "single_hot")
+HIDDEN, LATENT, FFN, EXPERTS, TOPK = 256, 128, 256, 32, 4
+
+
+def main() -> None:
+    """Start the ranks and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="expert-parallel ranks")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per rank (S)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is printed")
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.start_processes(_rank, (args, port), nprocs=args.ranks, start_method="fork")
+
+
+def _rank(rank: int, args: SimpleNamespace, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks, expert_tensor_parallel_size=1)
+    model_parallel_cuda_manual_seed(1)
+    if rank == 0:
+        own = args.tokens * TOPK
+        print(f"{args.ranks} ranks, {args.tokens} tokens each, top {TOPK} of {EXPERTS}: S*K = {own} rows per rank")
+        print(f"{'routing':<12} {'dispatcher':<10} {'busiest rank':>12} {'experts ms':>11} {'step ms':>9} {'slots':>6}")
+    for routing in ROUTINGS:
+        for dispatcher in DISPATCHERS:
+            result = _measure(args, routing, dispatcher)
+            if rank == 0:
+                print(f"{routing:<12} {dispatcher:<10} {result}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> str:
+    layer = _layer(args, routing, dispatcher)
+    meter = _Meter()
+    torch.manual_seed(100 + dist.get_rank())
+    x = torch.randn(args.tokens, 1, HIDDEN)
+    x[..., 0] = 1.0
+    times, spans = [], []
+    for _ in range(args.steps + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        with meter:
+            output, _ = layer(x.clone().requires_grad_())
+        output.sum().backward()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+        spans.append(meter.seconds)
+    worst = torch.tensor([float(meter.rows), statistics.median(spans[1:])])
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    slots = int(layer.report.slots_anywhere) if dispatcher == "moonep" else 0
+    step = statistics.median(times[1:])
+    return f"{int(worst[0]):>12} {1e3 * worst[1]:>11.1f} {1e3 * step:>9.1f} {slots:>6}"
+
+
+def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELayer:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_ffn_hidden_size=FFN,
+        moe_latent_size=LATENT,
+        moe_router_score_function="sigmoid",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="allgather" if dispatcher == "allgather" else "alltoall",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bias_activation_fusion=False,
+        transformer_impl="local",
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        expert_model_parallel_size=args.ranks,
+        expert_tensor_parallel_size=1,
+    )
+    options = layer_options(LatentMoELayer, MoonEPConfig()) if dispatcher == "moonep" else {}
+    torch.manual_seed(0)
+    layer = moe_module_spec(config, LatentMoEConfig(), **options)(config=config, layer_number=1)
+    layer.set_layer_number(1)
+    e = torch.arange(EXPERTS, dtype=torch.float32)
+    # The first channel of every token is 1: its router column is an offset per expert.
+    offsets = {"balanced": 0 * e, "zipf": 2.5 - 1.2 * torch.log1p(e), "single_hot": torch.where(e < TOPK, 6.0, 0.0)}
+    layer.router.weight.data[:, 0] = offsets[routing]
+    return layer.train()
+
+
+class _Meter:
+    """Rows and seconds of the expert network in the forward pass, in whichever module calls it."""
+
+    rows = 0
+    seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.original = grouped_mlp.forward
+
+        def timed(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, *rest: object) -> object:
+            start = time.perf_counter()
+            result = self.original(x, probs, w1, *rest)
+            self.seconds = time.perf_counter() - start
+            self.rows = int(rest[1][-1])
+            return result
+
+        grouped_mlp.forward = timed
+        balanced.grouped_mlp.forward = timed
+
+    def __exit__(self, *error: object) -> None:
+        grouped_mlp.forward = self.original
+        balanced.grouped_mlp.forward = self.original
+
+
+if __name__ == "__main__":
+    main()

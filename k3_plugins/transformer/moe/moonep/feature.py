@@ -1,0 +1,77 @@
+"""Feature ``moonep``: perfectly balanced expert parallelism; the layer comes in through the K3 layer specs."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from k3_plugins.feature import FeatureError, Witness
+from k3_plugins.patching import Patch
+from k3_plugins.transformer.moe.moonep.config import MoonEPConfig
+from k3_plugins.transformer.moe.validate import check_moe
+
+K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
+
+
+class MoonEP:
+    """See the module docstring."""
+
+    name = "moonep"
+    requires: Sequence[str] = ()
+    conflicts: Sequence[str] = ()
+    config = MoonEPConfig
+    changes_parameters = False  # checkpoints are those of Megatron's dispatchers
+
+    def patches(self) -> Sequence[Patch]:
+        """None: a subclass of MoELayer in the spec is the seam."""
+        return ()
+
+    def validate(self, args: Namespace, config: MoonEPConfig) -> None:
+        """Check the layout and what the balanced layer cannot do, and point ``--spec`` at the K3 layers."""
+        if args.spec is not None and list(args.spec) != K3_SPEC:
+            raise FeatureError(
+                f"--spec {' '.join(args.spec)} builds another model than the moonep feature; drop --spec, or drop "
+                "moonep from --k3-plugins."
+            )
+        args.spec = K3_SPEC
+        check_moe(args, self.name)
+        if args.transformer_impl != "local":
+            raise FeatureError(
+                f"--transformer-impl {args.transformer_impl}: moonep computes stacked experts of its own; pass "
+                "--transformer-impl local."
+            )
+        if args.moe_shared_expert_overlap:
+            raise FeatureError("--moe-shared-expert-overlap belongs to Megatron's dispatchers; drop it.")
+        if args.moe_expert_capacity_factor is not None:
+            raise FeatureError("--moe-expert-capacity-factor drops tokens, moonep never does; drop it.")
+        if (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1:
+            raise FeatureError("moonep does not cut experts: pass --expert-tensor-parallel-size 1.")
+
+    def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
+        """Every layer computed exactly as many rows as this rank sent in (with padding, at most as many)."""
+        from megatron.core.transformer.moe.moe_layer import MoELayer
+        from megatron.core.utils import unwrap_model
+
+        from k3_plugins.transformer.moe.moonep.layer import is_balanced
+
+        layers = [m for chunk in unwrap_model(model_chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
+        reports = [layer.report for layer in layers if is_balanced(layer) and layer.report is not None]
+        rows = [int(report.rows) for report in reports]
+        buffers = [report.buffer_rows for report in reports]
+        slots = max((int(report.slots) for report in reports), default=0)
+        exact = all(r == b for r, b in zip(rows, buffers, strict=True))
+        fits = all(r <= b for r, b in zip(rows, buffers, strict=True))
+        return Witness(
+            summary=f"{len(reports)} balanced MoE layers, rows {min(rows, default=0)} to {max(rows, default=0)} "
+            f"{'= S*K on every layer' if exact else '(padding was left out)'}, up to {slots} slots used",
+            ok=len(reports) == len(layers) and fits,
+            details={
+                "layers": len(reports),
+                "moe_layers": len(layers),
+                "rows": rows,
+                "buffers": buffers,
+                "slots": slots,
+            },
+        )
+
+
+FEATURE = MoonEP()
