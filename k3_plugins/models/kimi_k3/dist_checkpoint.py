@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ from k3_plugins.models.kimi_k3.hf_config import ConversionError
 
 COMMON_STATE = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """Where Megatron keeps what is no tensor: the arguments, the iteration."""
+
+
+@contextmanager
+def quiet_load() -> Iterator[None]:
+    """Without the warning that one process reads alone, which is what is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 class BoxWriter:
@@ -155,7 +164,6 @@ class BoxReader:
         box = ShardedTensor(key, data, data.dtype, tuple(shape), whole, tuple(offset), tuple(whole))
         planner = checkpoint.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         state = {key: CheckpointableShardedTensor.from_sh_ten(box)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with quiet_load():
             checkpoint.load(state, storage_reader=self._reader, planner=planner, no_dist=True)
         return data

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from k3_plugins import manifest
 from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names
+from k3_plugins.models.kimi_k3.checkpoint_model import saved_arguments
 from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
 from k3_plugins.models.kimi_k3.hf_folder import Spelling
@@ -69,16 +70,6 @@ def export_checkpoint(
         for path in companions:
             shutil.copyfile(path, folder / path.name)
         (folder / hf_folder.CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def saved_arguments(iteration: Path) -> Namespace:
-    """The arguments that Megatron saved with a checkpoint."""
-    from megatron.core.dist_checkpointing import load_common_state_dict
-
-    common = load_common_state_dict(str(iteration))
-    if common.get("args") is None:
-        raise ConversionError(f"{iteration} was saved without arguments, so the model's sizes are not known")
-    return common["args"]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

@@ -39,9 +39,9 @@ def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) ->
     """
     with hf_folder.new_folder(target) as folder:
         description, weights, prefix = open_folder(source, ignore)
-        _refuse_missing_features(description)
         found = match_names(description, weights, prefix)
         spelling = read_spelling(found, weights, description, prefix)
+        _refuse_missing_features(description)
 
         from k3_plugins.models.kimi_k3 import megatron_session
 

@@ -65,7 +65,7 @@ def initialize(activation: Activation, values: Mapping[str, Any], extra: Sequenc
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
-    with _quiet():
+    with quiet():
         args = parse_and_validate_args()
         torch.distributed.init_process_group(
             "gloo" if on_cpu else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -75,7 +75,7 @@ def initialize(activation: Activation, values: Mapping[str, Any], extra: Sequenc
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Megatron prints every argument at the start of a training; a tool's output is its result."""
     with redirect_stdout(io.StringIO()):
         yield
