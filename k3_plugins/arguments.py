@@ -79,8 +79,9 @@ def add_control_arguments(parser: Any) -> None:
     parser.add_argument(
         "--k3-model",
         metavar="PRESET",
-        help="Take the sizes of a named model (kimi_k3, kimi_linear, or a small proxy: kimi_k3_tiny, kimi_k3_small, "
-        "kimi_linear_tiny) as the defaults of Megatron's and the features' flags; flags on the command line win.",
+        help="Take the sizes of a named model as the defaults of Megatron's and the features' flags; flags on the "
+        "command line win. kimi_k3, kimi_linear, or a small proxy: kimi_k3_tiny, kimi_k3_small, kimi_k3_moe_tiny, "
+        "kimi_linear_tiny.",
     )
 
 
@@ -181,7 +182,7 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
     active = [feature.name for feature in features]
     parser.error = functools.partial(_explain, parser, active)
     if model is not None:
-        defaults = described_model(model, active).argument_defaults()
+        defaults = described_model(model, active).argument_defaults(active)
         # set_defaults accepts any name and would drop a size whose flag is gone without a word
         unknown = defaults.keys() - {action.dest for action in parser._actions}
         if unknown:

@@ -59,6 +59,24 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "Block Attention Residuals, with a pipeline that ships each block once",
         "k3_plugins/transformer/attention_residuals",
     ),
+    FeatureEntry(
+        "latent-moe",
+        "k3_plugins.transformer.moe.latent_moe.feature",
+        "routed experts in latent space, SiTU-GLU in every feed-forward network",
+        "k3_plugins/transformer/moe/latent_moe",
+    ),
+    FeatureEntry(
+        "quantile-balancing",
+        "k3_plugins.transformer.moe.quantile_balancing.feature",
+        "router biases from quantiles over the whole global batch",
+        "k3_plugins/transformer/moe/quantile_balancing",
+    ),
+    FeatureEntry(
+        "moonep",
+        "k3_plugins.transformer.moe.moonep.feature",
+        "expert parallelism in which every rank computes the same number of tokens",
+        "k3_plugins/transformer/moe/moonep",
+    ),
 )
 
 

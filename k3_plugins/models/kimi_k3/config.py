@@ -10,6 +10,7 @@ Sources: K3 technical report (arXiv 2607.24653), Kimi Linear (arXiv 2510.26692) 
 
 import dataclasses
 from argparse import Namespace
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -109,8 +110,11 @@ class KimiK3Config:
         """1 for a mixture of experts, 0 for dense, layer by layer."""
         return expert_pattern(self.num_layers, self.first_k_dense if self.num_experts else self.num_layers)
 
-    def argument_defaults(self) -> dict[str, Any]:
+    def argument_defaults(self, active: Collection[str] = ()) -> dict[str, Any]:
         """Defaults for Megatron's and the features' flags, by argparse destination.
+
+        Args:
+            active: names of the active features; quantile balancing takes the place of Megatron's bias rule.
 
         The layer patterns are not among them: they are derived from the depth after parsing (the features'
         ``validate``), so that ``--num-layers`` may differ from the preset's.
@@ -153,7 +157,7 @@ class KimiK3Config:
                 "moe_ffn_hidden_size": self.expert_ffn_hidden_size,
                 "moe_shared_expert_intermediate_size": self.num_shared_experts * self.expert_ffn_hidden_size or None,
                 "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
+                "moe_router_enable_expert_bias": "quantile-balancing" not in active,
                 "moe_router_load_balancing_type": "none",
                 "moe_router_dtype": "fp32",
                 "moe_router_topk_scaling_factor": self.routed_scaling_factor,
@@ -278,11 +282,25 @@ KIMI_LINEAR_TINY = KIMI_LINEAR.scaled(
     expert_ffn_hidden_size=64,
 )
 
+KIMI_K3_MOE_TINY = KIMI_K3_TINY.scaled(
+    num_layers=8,
+    activation="situ",
+    first_k_dense=1,
+    num_experts=16,
+    moe_top_k=4,
+    num_shared_experts=1,
+    expert_ffn_hidden_size=64,
+    moe_latent_size=64,
+    attn_res_block_size=3,
+    required_features=KIMI_K3.required_features,
+)
+
 PRESETS: dict[str, KimiK3Config] = {
     "kimi_k3": KIMI_K3,
     "kimi_linear": KIMI_LINEAR,
     "kimi_k3_tiny": KIMI_K3_TINY,
     "kimi_k3_small": KIMI_K3_SMALL,
+    "kimi_k3_moe_tiny": KIMI_K3_MOE_TINY,
     "kimi_linear_tiny": KIMI_LINEAR_TINY,
 }
 """Models that ``--k3-model`` names: the two published ones and proxies of them."""

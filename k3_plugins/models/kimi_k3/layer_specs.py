@@ -7,7 +7,13 @@ The one place that composes the features into layers. Every layer is
 with a norm and an attention core of our own: Megatron's local spec refuses sequence and context parallelism.
 """
 
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -19,6 +25,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -31,6 +38,11 @@ from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.layer import KimiDeltaAttention
 from k3_plugins.transformer.kda.pattern import resolve_pattern
 from k3_plugins.transformer.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig
+    from k3_plugins.transformer.moe.moonep.config import MoonEPConfig
+    from k3_plugins.transformer.moe.quantile_balancing.config import QuantileBalancingConfig
 
 
 def gpt(config: object, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -50,12 +62,34 @@ def gpt(config: object, vp_stage: int | None = None) -> TransformerBlockSubmodul
         mla = GatedMLAConfig() if transformer.multi_latent_attention else None
         return block_spec(transformer, vp_stage, kda=KDAConfig(), mla=mla)
     return block_spec(
-        transformer, vp_stage, kda=activation.configs.get("kda"), mla=activation.configs.get("gated-mla")
+        transformer,
+        vp_stage,
+        kda=activation.configs.get("kda"),
+        mla=activation.configs.get("gated-mla"),
+        moe=MoEFeatures(
+            latent_moe=activation.configs.get("latent-moe"),
+            quantile_balancing=activation.configs.get("quantile-balancing"),
+            moonep=activation.configs.get("moonep"),
+        ),
     )
 
 
+@dataclass(frozen=True)
+class MoEFeatures:
+    """Settings of the feed-forward features; None leaves Megatron's own layer, router or dispatcher."""
+
+    latent_moe: LatentMoEConfig | None = None
+    quantile_balancing: QuantileBalancingConfig | None = None
+    moonep: MoonEPConfig | None = None
+
+
 def block_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, kda: KDAConfig | None, mla: GatedMLAConfig | None
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    *,
+    kda: KDAConfig | None,
+    mla: GatedMLAConfig | None,
+    moe: MoEFeatures | None = None,
 ) -> TransformerBlockSubmodules:
     """``gpt`` with the feature settings spelled out; None turns a feature off.
 
@@ -74,12 +108,14 @@ def block_spec(
         )
     experts = _moe_pattern(config)
     local = _local_layers(config, vp_stage)
-    layers = [_layer_spec(config, kda if attention[i] else None, mla, bool(experts[i])) for i in local]
+    moe = moe or MoEFeatures()
+    mlp = {0: _dense, 1: _moe}
+    layers = [_layer_spec(config, kda if attention[i] else None, mla, mlp[experts[i]](config, moe)) for i in local]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _layer_spec(
-    config: TransformerConfig, kda: KDAConfig | None, mla: GatedMLAConfig | None, is_moe: bool
+    config: TransformerConfig, kda: KDAConfig | None, mla: GatedMLAConfig | None, mlp: Callable[..., Any]
 ) -> ModuleSpec:
     if kda is not None:
         attention = ModuleSpec(module=KimiDeltaAttention, params={"kda_config": kda})
@@ -104,7 +140,7 @@ def _layer_spec(
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_moe(config) if is_moe else _dense_mlp(config),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -124,7 +160,12 @@ def _backend(config: TransformerConfig) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def _dense_mlp(config: TransformerConfig) -> partial:
+def _dense(config: TransformerConfig, features: MoEFeatures) -> Callable[..., Any]:
+    """A dense feed-forward network for the layer's ``mlp`` slot."""
+    if features.latent_moe is not None:
+        from k3_plugins.transformer.moe.latent_moe.spec import dense_mlp_spec
+
+        return dense_mlp_spec(config, features.latent_moe)
     backend = _backend(config)
     return partial(
         MLP.as_mlp_submodule,
@@ -132,10 +173,32 @@ def _dense_mlp(config: TransformerConfig) -> partial:
     )
 
 
-def _moe(config: TransformerConfig) -> object:
-    return get_moe_module_spec_for_backend(
+def _moe(config: TransformerConfig, features: MoEFeatures) -> Callable[..., Any]:
+    """A mixture of experts for the layer's ``mlp`` slot; modules of features that are off are not imported."""
+    router: Callable[..., Any] = TopKRouter
+    if features.quantile_balancing is not None:
+        from k3_plugins.transformer.moe.quantile_balancing.spec import router_spec
+
+        router = router_spec(features.quantile_balancing)
+    if features.latent_moe is not None:
+        from k3_plugins.transformer.moe.latent_moe.layer import LatentMoELayer
+        from k3_plugins.transformer.moe.latent_moe.spec import moe_module_spec
+
+        options = {}
+        if features.moonep is not None:
+            from k3_plugins.transformer.moe.moonep.spec import layer_options
+
+            options = layer_options(LatentMoELayer, features.moonep)
+        return moe_module_spec(config, features.latent_moe, router=router, **options)
+    if features.moonep is not None:
+        from k3_plugins.transformer.moe.moonep.spec import moe_module_spec as balanced_module_spec
+
+        return balanced_module_spec(config, features.moonep, router=router)
+    spec = get_moe_module_spec_for_backend(
         backend=_backend(config), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
+    submodules = dataclasses.replace(spec.keywords["submodules"], router=router)
+    return partial(spec.func, **{**spec.keywords, "submodules": submodules})
 
 
 def _moe_pattern(config: TransformerConfig) -> list[int]:
