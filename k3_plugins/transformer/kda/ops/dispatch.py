@@ -85,6 +85,7 @@ def kda(
     cu_seqlens: Tensor | list[int] | None = None,
     backend: str = "auto",
     gate_lower_bound: float | None = None,
+    sequence_parts: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention (Kimi Linear, arXiv 2510.26692, section 3), causal, one state per head.
 
@@ -102,6 +103,9 @@ def kda(
         backend: "auto", "fla", "torch" or "naive"; see `resolve_backend`.
         gate_lower_bound: a number that every g is known to exceed, None if none is known. `torch` and `naive`
             are exact for any g and ignore it; `fla` may use dense tiles if it is in [-5, 0) and checks it then.
+        sequence_parts: intra-device context parallelism of the `torch` backend: cut every sequence into this many
+            parts that run side by side (exact; 1 turns it off, None lets a cost rule decide). The other backends
+            have no such parts and refuse a number above 1.
     Returns:
         (o [B, T, HV, V] in v's dtype, final state in fp32 (fp64 for fp64 inputs), or None).
     Raises:
@@ -121,6 +125,9 @@ def kda(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         gate_lower_bound=gate_lower_bound,
+        sequence_parts=sequence_parts,
     )
+    if chosen != "torch" and (sequence_parts or 1) > 1:
+        raise ValueError(f"kda: sequence_parts={sequence_parts} needs backend='torch', but {chosen!r} computes this")
     run = {"fla": fla_backend.kda_fla, "torch": kda_torch, "naive": kda_naive}[chosen]
     return run(inputs)

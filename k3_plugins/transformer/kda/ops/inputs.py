@@ -31,6 +31,8 @@ class KDAInputs:
     """(start, end) row of every packed sequence, or None when each batch entry is one sequence"""
     gate_lower_bound: float | None
     """what the caller says about min(g); a hint for kernels that need a bounded gate"""
+    sequence_parts: int | None = None
+    """parts that the torch backend cuts a sequence into; None for automatic"""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -52,6 +54,15 @@ class KDAInputs:
     ) -> "KDAInputs":
         """A copy with other tensors of the same shapes."""
         return replace(self, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+
+    def rows(self, rows: slice) -> "KDAInputs":
+        """These rows alone, as one sequence per batch entry that starts from zero."""
+        q, k, v, g, beta = (t[:, rows] for t in (self.q, self.k, self.v, self.g, self.beta))
+        return replace(self, q=q, k=k, v=v, g=g, beta=beta, initial_state=None, bounds=None)
+
+    def with_start(self, state: Tensor | None, bounds: tuple[tuple[int, int], ...] | None) -> "KDAInputs":
+        """Other boundaries and starting states; with boundaries, `state` may cover the first sequences only."""
+        return replace(self, initial_state=state, bounds=bounds)
 
     def zero_state(self, n: int) -> Tensor:
         """[n, HV, K, V] of zeros in the compute dtype."""
@@ -83,6 +94,7 @@ def check_inputs(
     output_final_state: bool,
     cu_seqlens: Tensor | list[int] | tuple[int, ...] | None,
     gate_lower_bound: float | None,
+    sequence_parts: int | None,
 ) -> KDAInputs:
     """Validate shapes, dtypes and devices; raises ValueError naming the argument and its shape."""
     for name, x, rank in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 4), ("beta", beta, 3)):
@@ -118,6 +130,8 @@ def check_inputs(
             raise ValueError(f"kda: initial_state must be {want}, got {tuple(initial_state.shape)}")
     if gate_lower_bound is not None and not gate_lower_bound < 0:
         raise ValueError(f"kda: gate_lower_bound must be negative, got {gate_lower_bound}")
+    if sequence_parts is not None and sequence_parts < 1:
+        raise ValueError(f"kda: sequence_parts must be at least 1 (None for automatic), got {sequence_parts}")
     return KDAInputs(
         q=q,
         k=k,
@@ -129,4 +143,5 @@ def check_inputs(
         output_final_state=output_final_state,
         bounds=bounds,
         gate_lower_bound=gate_lower_bound,
+        sequence_parts=sequence_parts,
     )

@@ -22,7 +22,7 @@ with K3's gate, bounded by -5), the tiles of 16 are one dense product instead, w
 reference, F_i = P_i or 1 / X_i, and 1 / F_j on the other side: factors up to e^40, non-causal products up to e^80
 that are finite in fp32 and dropped. This is decided from g itself, so no promise by a caller can be wrong.
 
-Shapes: n chunks (of all lanes), C rows of a chunk, m blocks of a chunk, K key dim, V value dim.
+Shapes: n chunks (of all lanes), C rows of a chunk, m blocks of a chunk, K key dim; R = 2 for k and q, 1 for k alone.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Level:
 
     s: int
     rows: Tensor
-    """[n, m, 2, r, K] k rows, then q rows, times their factors; r = s second-half rows, or all TILE rows"""
+    """[n, m, R, r, K] k rows, then q rows, times their factors; r = s second-half rows, or all TILE rows"""
     cols: Tensor
     """[n, m, r, K] k times the factors of the other side"""
     row_factor: Tensor
@@ -60,7 +60,7 @@ class IntraChunk:
     """What the state pass needs of a chunk."""
 
     kq_in: Tensor
-    """[n, 2C, K]: k * exp(G), then q * exp(G): what reads the incoming state"""
+    """[n, R * C, K]: k * exp(G), then q * exp(G): what reads the incoming state"""
     k_out: Tensor
     """[n, C, K]: k * exp(G_last - G): what writes the outgoing state"""
     decay: Tensor
@@ -70,7 +70,7 @@ class IntraChunk:
     mix: Tensor
     """[n, C, C]: (I + A)^{-1} Diag(beta)"""
     pairs: Tensor
-    """[n, 2, C, C]: Akk (strictly lower) and Aqk (lower with the diagonal)"""
+    """[n, R, C, C]: Akk (strictly lower) and Aqk (lower with the diagonal)"""
     prefix: Tensor
     """[n, C, K]: exp(G)"""
     suffix: Tensor
@@ -93,16 +93,16 @@ def dense_tiles_fit(g: Tensor) -> bool:
 
 
 def _below_diagonal(pairs: Tensor, s: int) -> Tensor:
-    """View [n, m, 2, s, s] of the tiles (second half, first half) of the m diagonal blocks of [n, 2, C, C]."""
-    n, _, c, _ = pairs.shape
-    shape, strides = (n, c // (2 * s), 2, s, s), (2 * c * c, 2 * s * (c + 1), c * c, c, 1)
+    """View [n, m, R, s, s] of the tiles (second half, first half) of the m diagonal blocks of [n, R, C, C]."""
+    n, sets, c, _ = pairs.shape
+    shape, strides = (n, c // (2 * s), sets, s, s), (sets * c * c, 2 * s * (c + 1), c * c, c, 1)
     return pairs.as_strided(shape, strides, pairs.storage_offset() + s * c)
 
 
 def _on_diagonal(pairs: Tensor) -> Tensor:
-    """View [n, m, 2, TILE, TILE] of the diagonal tiles of [n, 2, C, C]."""
-    n, _, c, _ = pairs.shape
-    shape, strides = (n, c // TILE, 2, TILE, TILE), (2 * c * c, TILE * (c + 1), c * c, c, 1)
+    """View [n, m, R, TILE, TILE] of the diagonal tiles of [n, R, C, C]."""
+    n, sets, c, _ = pairs.shape
+    shape, strides = (n, c // TILE, sets, TILE, TILE), (sets * c * c, TILE * (c + 1), c * c, c, 1)
     return pairs.as_strided(shape, strides, pairs.storage_offset())
 
 
@@ -125,32 +125,33 @@ def _unit_lower_inverse(a: Tensor) -> Tensor:
 
 
 def _products(kq: Tensor, k: Tensor, row_factor: Tensor, col_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [n, m, 2, r, K], columns [n, m, r, K] and their products [n, m, 2, r, r].
+    """Rows [n, m, R, r, K], columns [n, m, r, K] and their products [n, m, R, r, r].
 
     Args:
-        kq: [n, 2, m, r, K], k: [n, m, r, K], factors: [n, m, r, K].
+        kq: [n, R, m, r, K], k: [n, m, r, K], factors: [n, m, r, K].
     """
     n, m, r, width = row_factor.shape
-    rows = k.new_empty(n, m, 2, r, width)
+    sets = kq.shape[1]
+    rows = k.new_empty(n, m, sets, r, width)
     torch.mul(kq, row_factor.unsqueeze(1), out=rows.transpose(1, 2))
     cols = k * col_factor
-    products = torch.bmm(rows.view(n * m, 2 * r, width), cols.view(n * m, r, width).transpose(1, 2))
-    return rows, cols, products.view(n, m, 2, r, r)
+    products = torch.bmm(rows.view(n * m, sets * r, width), cols.view(n * m, r, width).transpose(1, 2))
+    return rows, cols, products.view(n, m, sets, r, r)
 
 
 def intra_chunk(kq: Tensor, g: Tensor, beta: Tensor, *, keep_levels: bool) -> IntraChunk:
     """Everything about the chunks that does not depend on the state.
 
     Args:
-        kq: [n, 2, C, K], k and q. g: [n, C, K]; C is TILE times a power of two. beta: [n, C].
+        kq: [n, R, C, K], k and q, or k alone. g: [n, C, K]; C is TILE times a power of two. beta: [n, C].
         keep_levels: keep what `intra_chunk_backward` needs.
     """
-    n, c, width = g.shape
-    k, q = kq.unbind(1)
+    n, sets, c, width = kq.shape
+    k = kq[:, 0]
     dense = dense_tiles_fit(g)
     prefix = g.exp()
     suffix = torch.ones_like(prefix)
-    pairs = k.new_zeros(n, 2, c, c)
+    pairs = k.new_zeros(n, sets, c, c)
     levels: list[Level] = []
     s = 1
     while s < c:
@@ -160,14 +161,14 @@ def intra_chunk(kq: Tensor, g: Tensor, beta: Tensor, *, keep_levels: bool) -> In
             row_factor = torch.stack((x[:, :, 0].reciprocal(), p[:, :, 1]), dim=2).flatten(2, 3)
             col_factor = torch.stack((x[:, :, 0], p[:, :, 1].reciprocal()), dim=2).flatten(2, 3)
             rows, cols, products = _products(
-                kq.view(n, 2, m, TILE, width), k.view(n, m, TILE, width), row_factor, col_factor
+                kq.view(n, sets, m, TILE, width), k.view(n, m, TILE, width), row_factor, col_factor
             )
             _on_diagonal(pairs).copy_(products.tril_(-1))
             if keep_levels:
                 levels.append(Level(s, rows, cols, row_factor, col_factor))
         elif not (dense and 2 * s < TILE):
             rows, cols, products = _products(
-                kq.view(n, 2, m, 2, s, width)[:, :, :, 1], k.view(n, m, 2, s, width)[:, :, 0], p[:, :, 1], x[:, :, 0]
+                kq.view(n, sets, m, 2, s, width)[:, :, :, 1], k.view(n, m, 2, s, width)[:, :, 0], p[:, :, 1], x[:, :, 0]
             )
             _below_diagonal(pairs, s).copy_(products)
             if keep_levels:
@@ -178,10 +179,11 @@ def intra_chunk(kq: Tensor, g: Tensor, beta: Tensor, *, keep_levels: bool) -> In
             x[:, :, 0] *= p[:, :, 1, -1:]
         p[:, :, 1] *= p[:, :, 0, -1:]
         s *= 2
-    pairs[:, 1].diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))
+    if sets == 2:
+        pairs[:, 1].diagonal(dim1=1, dim2=2).copy_((kq[:, 1] * k).sum(-1))
     inv = _unit_lower_inverse(pairs[:, 0] * beta.unsqueeze(-1))
     return IntraChunk(
-        kq_in=(kq * prefix.unsqueeze(1)).view(n, 2 * c, width),
+        kq_in=(kq * prefix.unsqueeze(1)).view(n, sets * c, width),
         k_out=k * suffix,
         decay=prefix[:, -1],
         inv=inv,

@@ -9,7 +9,11 @@ NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 
 
 def make_inputs(t, *, b=1, h=2, hv=None, k=16, v=None, lower_bound=-5.0, states=None, seed=0, dtype=torch.float64):
-    """[q, k, v, g, beta, initial_state]; g really is KDA's gate, with a rate that differs by head."""
+    """[q, k, v, g, beta, initial_state]; g really is KDA's gate, with a rate that differs by head.
+
+    Three of four channels decay slowly (by a few per cent a token): if all decayed fast, nothing would be left of the
+    state after a chunk, and a wrong state would not show.
+    """
     hv, v = hv or h, v or k
     generator = torch.Generator().manual_seed(seed)
 
@@ -17,7 +21,7 @@ def make_inputs(t, *, b=1, h=2, hv=None, k=16, v=None, lower_bound=-5.0, states=
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q, key = (F.normalize(normal(b, t, h, k), dim=-1) for _ in range(2))
-    g = kda_gate(2 * normal(b, t, hv, k), 0.3 * normal(hv), lower_bound)
+    g = kda_gate(2 * normal(b, t, hv, k) - 5.0 * (torch.arange(k) % 4 > 0), 0.3 * normal(hv), lower_bound)
     beta = torch.sigmoid(normal(b, t, hv))
     state = normal(states or b, hv, k, v)
     return [x.to(dtype) for x in (q, key, normal(b, t, hv, v), g, beta, state)]

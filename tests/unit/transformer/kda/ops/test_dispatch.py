@@ -63,6 +63,8 @@ def _with(**changes):
         ({**_with(), "cu_seqlens": [0, 4, 3]}, "must not decrease"),
         ({**_with(), "cu_seqlens": [0, 7]}, "only 6 rows"),
         ({**_with(), "gate_lower_bound": 5.0}, "gate_lower_bound must be negative"),
+        ({**_with(), "sequence_parts": 0}, "sequence_parts must be at least 1"),
+        ({**_with(), "sequence_parts": 2, "backend": "naive"}, "needs backend='torch'"),
     ),
 )
 def test_bad_arguments(arguments, message):

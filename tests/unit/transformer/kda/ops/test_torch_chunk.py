@@ -76,6 +76,38 @@ def test_packed(cu, with_state):
         assert relative_error(got["final_state"][n : n + 1], final) <= 1e-12
 
 
+@pytest.mark.parametrize("parts", (2, 3, 5, 64))
+@pytest.mark.parametrize(
+    "case", ({"b": 2, "h": 2, "hv": 4}, {"cu": [0, 6, 16, 16, 144, 145, 640, 700]}, {"cu": [0, 0]})
+)
+def test_sequence_parts(parts, case):
+    """Parts that are summarised, merged and replayed equal one pass, wherever sequences start and end."""
+    case = dict(case)
+    options = {"cu_seqlens": case.pop("cu")} if "cu" in case else {}
+    states = len(options["cu_seqlens"]) - 1 if options else None
+    inputs = make_inputs(710, v=24, states=states, **case)
+    want = run(inputs, "torch", sequence_parts=1, **options)
+    assert_close(run(inputs, "torch", sequence_parts=parts, **options), want, 1e-13)
+    assert_close(
+        run(inputs, "torch", sequence_parts=parts, with_state=False, **options),
+        run(inputs, "torch", sequence_parts=1, with_state=False, **options),
+        1e-13,
+    )
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_nothing_is_written_into_arguments_or_incoming_gradients(packed):
+    inputs = make_inputs(200)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    options = {"cu_seqlens": [0, 200]} if packed else {}
+    results = kda(*leaves[:5], initial_state=leaves[5], output_final_state=True, backend="torch", **options)
+    weights = [torch.randn_like(x) for x in results]
+    kept = [x.clone() for x in weights]
+    torch.autograd.grad(results, leaves, weights)
+    assert all(torch.equal(a, b) for a, b in zip(weights, kept, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(leaves, inputs, strict=True))
+
+
 def test_padding_rows_are_never_read():
     inputs = make_inputs(100)
     want = run(inputs, "torch", with_state=False, cu_seqlens=[0, 30, 70])
