@@ -6,7 +6,7 @@ platform.
 Megatron's wheel does not ship pretrain_gpt.py; this provides the four functions `pretrain` wants, for mock
 data or an indexed data set, without the branches for SFT, distillation, fill-in-the-middle and packed
 sequences. K3_TEST_SETUP names a module:function to call before the model is built (tests use it to hook into Megatron).
-K3_TEST_WITHOUT lists optional packages to leave out: where ranks are fresh interpreters, importing packages that the run
+K3_TEST_WITHOUT lists optional packages to leave out: where ranks are fresh interpreters, importing packages that a run
 does not use takes longer than the training.
 """
 
