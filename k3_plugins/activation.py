@@ -1,23 +1,23 @@
 """What is on in this process: the one object that features, model builders and reports ask.
 
-    activation = k3_plugins.activation.current()     # None when no feature was named
-    activation.config("kda")                         # the typed config, after the arguments were parsed
-    activation.platform                              # "cpu" or "cuda"
-    activation.as_dict()                             # JSON: what is compared across ranks and saved in reports
+activation = k3_plugins.activation.current()     # None when no feature was named
+activation.config("kda")                         # the typed config, after the arguments were parsed
+activation.platform                              # "cpu" or "cuda"
+activation.as_dict()                             # JSON: what is compared across ranks and saved in reports
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import k3_plugins
 from k3_plugins.arguments import Control, plain_config
 from k3_plugins.feature import Feature, FeatureError, Witness
-from k3_plugins.patching import PatchManager, PatchStatus
+from k3_plugins.patching import PatchManager
 
 if TYPE_CHECKING:
     from k3_plugins.agreement import AbortChannel
@@ -33,7 +33,6 @@ class Activation:
     door: str
     control: Control
     manager: PatchManager
-    statuses: Sequence[PatchStatus]
     megatron_version: str
     left_out: tuple[str, ...] = ()
     """Preset members that do not fit the parallel layout, with the reason."""

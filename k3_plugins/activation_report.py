@@ -52,7 +52,7 @@ def print_activation(activation: Activation) -> None:
     print_table(table)
     for note in activation.left_out:
         print(f"k3_plugins: left out: {note}", flush=True)
-    for status in activation.statuses:
+    for status in activation.manager.statuses:
         if status.state is PatchState.DRIFT_ALLOWED:
             print(f"k3_plugins: {status.message} (allowed by --k3-allow-drift)", flush=True)
 

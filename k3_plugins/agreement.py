@@ -47,8 +47,9 @@ def compare(store: Any, rank: int, world_size: int, contents: Mapping[str, Any],
         Disagreement: if a rank runs something else, or does not answer in time.
     """
     store.set(_POSTED.format(rank), json.dumps(contents, sort_keys=True))
+    readers = world_size
     if rank == 0:
-        verdict = _judge(store, world_size, timeout)
+        verdict, readers = _judge(store, world_size, timeout)
         store.set(_VERDICT, verdict)
     else:
         try:
@@ -62,12 +63,12 @@ def compare(store: Any, rank: int, world_size: int, contents: Mapping[str, Any],
     store.add(_READ, 1)
     if verdict:
         if rank == 0:  # the store may live in this process: let the others read before it goes
-            _wait_for_count(store, _READ, world_size, _PARTING_SECONDS)
+            _wait_for_count(store, _READ, readers, _PARTING_SECONDS)
         raise Disagreement(verdict)
 
 
-def _judge(store: Any, world_size: int, timeout: float) -> str:
-    """The message for all ranks; empty if they agree."""
+def _judge(store: Any, world_size: int, timeout: float) -> tuple[str, int]:
+    """The message for all ranks (empty if they agree), and how many ranks reported."""
     deadline = time.monotonic() + timeout
     groups: dict[str, list[int]] = {}
     contents: dict[str, Mapping[str, Any]] = {}
@@ -82,18 +83,20 @@ def _judge(store: Any, world_size: int, timeout: float) -> str:
         groups.setdefault(key, []).append(rank)
         contents[key] = value
     if absent:
-        return (
+        message = (
             f"{ranks_text(absent)} did not report any feature within {timeout:g} s (--k3-check-timeout), "
             f"{ranks_text(sorted(sum(groups.values(), [])))} did: was it started without --k3-plugins? "
             "Start every rank with the same command line."
         )
+        return message, world_size - len(absent)
     if len(groups) == 1:
-        return ""
+        return "", world_size
     (first, reference), *others = contents.items()
     lines = [f"the ranks do not run the same thing; {ranks_text(groups[first])} against:"]
     for key, value in others:
         lines += [f"  {ranks_text(groups[key])}: {difference}" for difference in _differences(reference, value)]
-    return "\n".join([*lines, "Start every rank with the same command line and the same installation."])
+    lines.append("Start every rank with the same command line and the same installation.")
+    return "\n".join(lines), world_size
 
 
 def _differences(reference: Any, other: Any, path: str = "") -> list[str]:

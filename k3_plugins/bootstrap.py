@@ -88,7 +88,6 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
     if control.model is not None:
         described_model(control.model, [feature.name for feature in active])
     manager, version = patch_manager(active, control.allow_drift)
-    statuses = manager.check_all()
     manager.apply_all()
     activation = Activation(
         features=tuple(active),
@@ -97,7 +96,6 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
         door=door,
         control=control,
         manager=manager,
-        statuses=statuses,
         megatron_version=version,
         left_out=selection.left_out,
     )

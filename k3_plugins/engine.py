@@ -134,6 +134,15 @@ def _config_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     return core_transformer_config_from_args
 
 
+def _container_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pretrain_cfg_container_from_args(*arguments: Any, **keywords: Any) -> Any:
+        with argument_errors("Megatron's training configuration"):
+            return original(*arguments, **keywords)
+
+    return pretrain_cfg_container_from_args
+
+
 # -- start-up ----------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +369,16 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
         feature="engine",
         reason="the model configuration checks flags once more, outside validate_args, and raises tracebacks with exit "
         "code 1",
+        remove_when="Megatron ends with exit code 2 on argument errors",
+    ),
+    Patch(
+        id="engine.training-config",
+        target="megatron.training.argument_utils:pretrain_cfg_container_from_args",
+        kind=PatchKind.WRAP,
+        implementation=_container_errors,
+        feature="engine",
+        reason="the optimizer's, the data-parallel and the checkpoint configuration check flags as well, and raise "
+        "tracebacks with exit code 1",
         remove_when="Megatron ends with exit code 2 on argument errors",
     ),
     Patch(

@@ -16,7 +16,7 @@ searched for the original object, by identity.
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from k3_plugins.patching.fingerprint import FingerprintStore, diff, take
 from k3_plugins.patching.patch import Patch, PatchKind
 from k3_plugins.patching.status import PatchState, PatchStatus
 from k3_plugins.patching.target import Target, behind, is_registry, like, resolve
+
+_DESCRIPTORS = (staticmethod, classmethod)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class PatchManager:
         self.store = store
         self.allow_drift = frozenset(allow_drift)
         self.bindings: list[Binding] = []
+        self.statuses: list[PatchStatus] = []
         self._targets: dict[str, Target] = {}
         self._replacements: dict[str, Any] = {}
         self._undo: list[Callable[[], None]] = []
@@ -85,7 +88,8 @@ class PatchManager:
 
     def check_all(self) -> list[PatchStatus]:
         """Resolve every target and compare it with its fingerprint. Changes nothing but imports."""
-        return [self._check(patch) for patch in self.patches]
+        self.statuses = [self._check(patch) for patch in self.patches]
+        return self.statuses
 
     def _check(self, patch: Patch) -> PatchStatus:
         try:
@@ -153,12 +157,12 @@ class PatchManager:
         """Apply every patch, or none. A second call does nothing.
 
         Raises:
-            PatchError: the first fatal status of :meth:`check_all` (its text lists all of them), or the failure of an
+            PatchError: of the kind of the first fatal status (its text lists all of them), or the failure of an
                 implementation, after everything was taken back.
         """
         if self.applied:
             return
-        fatal = [status for status in self.check_all() if status.fatal]
+        fatal = [status for status in self.statuses or self.check_all() if status.fatal]
         if fatal:
             raise type(fatal[0].error())("\n".join(status.message for status in fatal))
         self._undo.append(lambda: None)
@@ -205,10 +209,8 @@ class PatchManager:
         """Point every module and class that still holds an original at its replacement."""
         known = {id(self._targets[spec].value): spec for spec in self._replacements}
         start = len(self.bindings)
-        for where, owner, name, value in _named_objects():
-            spec = known.get(id(behind(value)))
-            if spec is not None:
-                self._bind(owner, name, like(value, self._replacements[spec]), where)
+        for where, owner, name, value in _holders(known.keys()):
+            self._bind(owner, name, like(value, self._replacements[known[id(behind(value))]]), where)
         return self.bindings[start:]
 
     def recheck(self) -> list[Binding]:
@@ -244,16 +246,27 @@ class PatchManager:
         return [binding for binding in self.bindings if behind(binding.after) is replacement]
 
 
-def _named_objects() -> Iterable[tuple[str, Any, str, Any]]:
-    """(module name, owner, name, value) for every module global, and every member of a class defined in a module."""
+def _holders(wanted: Set[int]) -> list[tuple[str, Any, str, Any]]:
+    """(module name, owner, name, value) wherever an object with one of these ids is bound.
+
+    Looks at every global of every module and every member of a class in the module that defines it. Some hundred
+    thousand names pass here: type() instead of isinstance(), because isinstance() asks the object for its __class__,
+    which is slow, and which some objects answer with a warning.
+    """
+    found = []
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType):
             continue
         for name, value in list(vars(module).items()):
-            yield module_name, module, name, value
-            if isinstance(value, type) and vars(value).get("__module__") == module_name:
-                for member, inner in list(vars(value).items()):
-                    yield module_name, value, member, inner
+            if id(value) in wanted:
+                found.append((module_name, module, name, value))
+            elif issubclass(type(value), type) and vars(value).get("__module__") == module_name:
+                found += [
+                    (module_name, value, member, inner)
+                    for member, inner in vars(value).items()
+                    if id(inner) in wanted or (type(inner) in _DESCRIPTORS and id(inner.__func__) in wanted)
+                ]
+    return found
 
 
 def _register(patch: Patch, registry: Any) -> Callable[[], None]:

@@ -31,7 +31,7 @@ TINY_GPT = """
     --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 63 --make-vocab-size-divisible-by 64 --transformer-impl local --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-masked-softmax-fusion --use-cpu-initialization --disable-bias-linear
-    --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --log-interval 1 --split 100,0,0 --ckpt-format torch_dist
+    --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5 --ckpt-format torch_dist
     """.split()
 """Flags of the smallest GPT that Megatron trains on the CPU."""
 

@@ -26,14 +26,14 @@ class ToyConfig:
     """Implementation of the toy."""
 
 
-def _broken_optimizer_config(original):
+def _broken_scheduler(original):
     @functools.wraps(original)
-    def get_megatron_optimizer_config(args):
+    def get_optimizer_param_scheduler(optimizer):
         if _told("TOY_BAD_BUILD"):
             raise ValueError("the toy does not fit stage 1; use --toy-width 1")
-        return original(args)
+        return original(optimizer)
 
-    return get_megatron_optimizer_config
+    return get_optimizer_param_scheduler
 
 
 class Toy:
@@ -46,10 +46,10 @@ class Toy:
     def patches(self):
         patches = [
             Patch(
-                "toy.optimizer-config",
-                "megatron.training.training:get_megatron_optimizer_config",
+                "toy.scheduler",
+                "megatron.training.training:get_optimizer_param_scheduler",
                 PatchKind.WRAP,
-                _broken_optimizer_config,
+                _broken_scheduler,
                 "toy",
                 "a test",
                 "never",

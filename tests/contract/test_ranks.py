@@ -1,0 +1,161 @@
+"""Jobs of two gloo ranks: they agree before the first collective, and when one of them ends, all end with code 2."""
+
+import threading
+import time
+
+import pytest
+
+from k3_plugins.agreement import Disagreement, compare, ranks_text
+from tests.contract.toys import TINY_GPT, run_ranks
+
+DOOR = "k3_plugins.pretrain_gpt"
+
+
+def both_exit_with(ranks, *sentences):
+    """Every rank ends with exit code 2 and says why, exactly one line per rank, before any training."""
+    assert ranks.codes == [2] * len(ranks.codes), ranks
+    for log in ranks.logs:
+        errors = [line for line in log.splitlines() if line.startswith("k3_plugins: error: ")]
+        assert len(errors) == 1, ranks
+        for sentence in sentences:
+            assert sentence in log, ranks
+    assert "lm loss" not in "".join(ranks.logs), ranks
+
+
+# -- the comparison by itself ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    from torch.distributed import HashStore
+
+    return HashStore()
+
+
+def compare_in_threads(store, contents, timeout=5.0):
+    """compare() on as many ranks as there are contents (None: that rank never calls); the message each one got."""
+    told = [None] * len(contents)
+
+    def rank_body(rank):
+        try:
+            compare(store, rank, len(contents), contents[rank], timeout)
+            told[rank] = ""
+        except Disagreement as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=rank_body, args=(r,)) for r, c in enumerate(contents) if c is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+SAME = {"features": ["kda"], "configs": {"kda": {"kda_head_dim": 4}}, "patches": ["a", "b"], "megatron": "0.19.2"}
+
+
+def test_equal_ranks_agree(store):
+    assert compare_in_threads(store, [SAME, dict(SAME), dict(SAME)]) == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"features": ["kda", "attnres"]}, "features is ['kda', 'attnres'], not ['kda']"),
+        ({"configs": {"kda": {"kda_head_dim": 8}}}, "configs.kda.kda_head_dim is 8, not 4"),
+        ({"patches": ["a"]}, "patches differ by b"),
+        ({"patches": ["b", "a"]}, "patches are in another order"),
+        ({"megatron": "0.19.1"}, "megatron is 0.19.1, not 0.19.2"),
+    ],
+)
+def test_every_rank_is_told_what_differs_and_where(store, change, words):
+    told = compare_in_threads(store, [SAME, {**SAME, **change}, SAME])
+    assert told[0] == told[1] == told[2]
+    assert "ranks 0, 2 against" in told[0] and f"rank 1: {words}" in told[0]
+
+
+def test_a_rank_that_never_reports_is_named_in_bounded_time(store):
+    start = time.monotonic()
+    told = compare_in_threads(store, [SAME, None, SAME], timeout=0.5)
+    assert time.monotonic() - start < 10  # a bound for a hang, not a measurement
+    assert told[0] == told[2] and "rank 1 did not report" in told[0] and "--k3-plugins" in told[0]
+
+
+def test_if_rank_0_never_answers_the_others_say_so(store):
+    told = compare_in_threads(store, [None, SAME], timeout=0.1)
+    assert "rank 0 gave no verdict" in told[1] and "--k3-plugins" in told[1]
+
+
+def test_ranks_are_written_as_ranges():
+    assert ranks_text([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert ranks_text([3]) == "rank 3"
+
+
+# -- real jobs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_job_reports_once_and_proves_every_feature(tmp_path):
+    flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-plugins", "toy,toy-probe", "--toy-width", "5"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2)
+    assert ranks.codes == [0, 0], ranks
+    first, second = ranks.logs
+    assert "cpu (the only one); not gpu: no CUDA" in first
+    for words in ("wrap get_optimizer_param_scheduler", "wrap train_step", "witness toy: 1 toy (ranks 0-1)"):
+        assert first.count(words) == 1, ranks
+        assert words not in second, ranks
+    assert first.index("wrap train_step") < first.index("lm loss" if "lm loss" in first else "training ...")
+
+
+def test_ranks_with_different_patches_all_end(tmp_path):
+    flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-plugins", "toy"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_EXTRA_PATCH="1")
+    both_exit_with(ranks, "do not run the same thing", "toy.extra")
+
+
+def test_a_rank_without_plug_ins_ends_the_job_in_bounded_time(tmp_path):
+    flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-platform", "cpu", "--k3-check-timeout", "3"]
+    start = time.monotonic()
+    ranks = run_ranks(DOOR, [*flags, "--k3-plugins", "toy"], tmp_path, nprocs=2, TOY_WITHOUT="1")
+    assert time.monotonic() - start < 60 and not ranks.timed_out, ranks
+    assert ranks.codes[0] == 2 and "rank 1 did not report any feature within 3 s" in ranks.logs[0], ranks
+    assert "lm loss" not in ranks.logs[1], ranks
+
+
+def test_a_witness_that_fails_on_one_rank_ends_all(tmp_path):
+    flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-plugins", "toy"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_BAD_WITNESS="1")
+    both_exit_with(ranks, "did not run as it should", "toy on rank 1: 0 toys")
+
+
+def test_a_rank_whose_model_cannot_be_built_ends_all(tmp_path):
+    flags = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--k3-plugins", "toy"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_BAD_BUILD="1")
+    both_exit_with(ranks, "the toy does not fit stage 1")
+    assert "rank 1: " in ranks.logs[0], ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--k3-plugins", "toi"], "Did you mean 'toy'?"),
+        (["--k3-plugins", "toy-probe"], "type --k3-plugins toy,toy-probe"),
+        (["--k3-plugins", "toy", "--toy-width", "0"], "--toy-width 0 must be positive"),
+        (["--k3-plugins", "toy", "--toy-wdith", "1"], "Did you mean --toy-width?"),
+        (["--k3-plugins", "toy", "--kda-head-dim", "8"], "--kda-head-dim belongs to feature 'kda': add kda"),
+        (["--k3-plugins", "toy", "--num-attention-heads", "3"], "3"),
+        (["--k3-plugins", "toy", "--pipeline-model-parallel-size", "3"], "does not accept these arguments"),
+        (["--k3-plugins", "toy", "--spec", "no.such.module", "gpt"], "--spec no.such.module gpt"),
+        (["--k3-plugins", "toy", "--spec", "k3_plugins.failure", "gpt"], "the module has no 'gpt'"),
+        (["--k3-plugins", "toy", "--load", "nowhere"], "--load nowhere holds no checkpoint"),
+        (["--k3-plugins", "toy", "--k3-allow-drift", "toy.gone"], "toy.gone, which is no patch"),
+    ],
+)
+def test_argument_errors_end_every_rank_with_a_sentence(tmp_path, flags, sentence):
+    ranks = run_ranks(DOOR, [*TINY_GPT, "--tensor-model-parallel-size", "2", *flags], tmp_path, nprocs=2)
+    both_exit_with(ranks, sentence)
+    assert all("Traceback" not in log for log in ranks.logs), ranks
+
+
+def test_a_feature_flag_without_any_feature_says_which_feature_to_add(tmp_path):
+    ranks = run_ranks(DOOR, [*TINY_GPT, "--toy-width", "8"], tmp_path)
+    both_exit_with(ranks, "--toy-width belongs to feature 'toy': add toy to --k3-plugins")
