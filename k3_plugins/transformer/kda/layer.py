@@ -31,6 +31,12 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.context_parallel import (
+    contiguous_to_zigzag,
+    kda_cp,
+    short_conv_cp,
+    zigzag_to_contiguous,
+)
 from k3_plugins.transformer.kda.ops import kda, kda_gate
 from k3_plugins.transformer.kda.short_conv import short_conv
 from k3_plugins.transformer.norm import RMSNorm, parameter_device, rms_norm
@@ -109,7 +115,7 @@ class KimiDeltaAttention(MegatronModule):
         self.layer_number = layer_number
         self.kda_config = kda_config
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        self.tp_group = self.pg_collection.tp
+        self.tp_group, self.cp_group = self.pg_collection.tp, self.pg_collection.cp
         self.sizes = sizes = KDASizes.resolve(kda_config, config.num_attention_heads, config.kv_channels)
         self.forward_calls = 0
         self.generation_cache: Any = None  # a KDACache (generation.py) while text is generated
@@ -232,8 +238,10 @@ class KimiDeltaAttention(MegatronModule):
             return self.generation_cache.advance(self, hidden_states), None
         cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
 
-        x = enter_region(hidden_states, self.config, self.tp_group)
+        x_here = enter_region(hidden_states, self.config, self.tp_group)
         decay_low = enter_region(self.linear_decay_down(hidden_states), self.config, self.tp_group)
+        # Megatron deals sequences out in zigzag order for softmax attention; a recurrence wants contiguous slices.
+        x, decay_low = (zigzag_to_contiguous(t, self.cp_group, dim=0) for t in (x_here, decay_low))
 
         q = self._short_conv(self.linear_q(x)[0], self.q_conv, cu_seqlens)
         k = self._short_conv(self.linear_k(x)[0], self.k_conv, cu_seqlens)
@@ -246,20 +254,29 @@ class KimiDeltaAttention(MegatronModule):
         g = kda_gate(z, self.A_log, self.kda_config.gate_lower_bound)
         beta = torch.sigmoid(rearrange(self.linear_beta(x)[0], "s b h -> b s h").to(g.dtype))
 
-        o, _ = kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            cu_seqlens=cu_seqlens,
-            backend=self.kda_config.kda_backend,
-        )
-        return self.linear_proj(self._gated_norm(o, hidden_states, x))[0], None
+        o = self._recurrence(q, k, v, g, beta, cu_seqlens)
+        o = contiguous_to_zigzag(o, self.cp_group, dim=1)
+        return self.linear_proj(self._gated_norm(o, hidden_states, x_here))[0], None
 
     def _short_conv(self, x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """``[s, b, c]`` to ``[b, s, c]`` through the causal convolution and SiLU."""
-        return short_conv(rearrange(x, "s b c -> b s c"), weight, cu_seqlens=cu_seqlens)
+        x = rearrange(x, "s b c -> b s c")
+        if self.cp_group.size() > 1:
+            return short_conv_cp(x, weight, group=self.cp_group, cu_seqlens=cu_seqlens)
+        return short_conv(x, weight, cu_seqlens=cu_seqlens)
+
+    def _recurrence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        """The KDA operator on this rank's contiguous slice, ``[b, s, HV, V]``."""
+        options = dict(
+            cu_seqlens=cu_seqlens,
+            backend=self.kda_config.kda_backend,
+            gate_lower_bound=self.kda_config.gate_lower_bound,
+        )
+        if self.cp_group.size() > 1:
+            return kda_cp(q, k, v, g, beta, group=self.cp_group, **options)
+        return kda(q, k, v, g, beta, **options)[0]
 
     def _gated_norm(self, o: Tensor, hidden_states: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * RMSNorm(o) in fp32, ``[b, s, HV, V]`` to ``[s, b, HV * V]`` in the input's dtype."""

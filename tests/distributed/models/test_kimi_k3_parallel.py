@@ -15,6 +15,9 @@ LAYOUTS = {
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
     "PP 2 VPP 2": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
     "TP 2 PP 2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "CP 2": (2, "--context-parallel-size 2"),
+    "TP 2 SP CP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2"),
+    "PP 2 CP 2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
     "DP 2 distributed optimizer": (2, "--use-distributed-optimizer"),
 }
 
