@@ -64,8 +64,8 @@ def datasets(num_samples, vp_stage=None):
     def on_this_rank() -> bool:
         return parallel_state.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
 
-    # 100 000 documents by default, whose index every run would build anew, longer than it trains.
-    MockGPTLowLevelDataset.size = 500
+    # Megatron's 100 000 mock documents are indexed anew by every run, which takes longer than it trains.
+    MockGPTLowLevelDataset.size = int(os.environ.get("K3_TEST_MOCK_DOCUMENTS", "500"))
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, on_this_rank, config).build()
 
