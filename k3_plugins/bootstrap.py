@@ -140,7 +140,7 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
         FeatureError: if there is no Megatron.
         PatchError: if the patches contradict each other.
     """
-    from k3_plugins.engine import ENGINE_PATCHES
+    from k3_plugins.engine import ENGINE_PATCHES, FIRST_STEP
 
     found = find_megatron()
     if found is None:
@@ -149,9 +149,11 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
             "on PYTHONPATH"
         )
     store = FingerprintStore.read(fingerprint_file(found.version))
-    patches = list(ENGINE_PATCHES)
+    patches = [patch for patch in ENGINE_PATCHES if patch is not FIRST_STEP]
     for feature in features:
         patches += feature.patches()
         if hasattr(feature, "fingerprints"):
             store = store.merged(FingerprintStore.read(feature.fingerprints()))
+    # The outermost hand on train_step: witnesses are asked after everything that features do around a step.
+    patches.append(FIRST_STEP)
     return PatchManager(patches, store, allow_drift), found.version

@@ -332,6 +332,16 @@ def _write_manifest(folder: str, iteration: int) -> None:
         manifest.write(folder, _activation(), iteration)
 
 
+FIRST_STEP = Patch(
+    id="engine.first-step",
+    target="megatron.training.training:train_step",
+    kind=PatchKind.WRAP,
+    implementation=_first_step,
+    feature="engine",
+    reason="post_training_step_callbacks is a fixed function without user callbacks",
+    remove_when="train takes user callbacks",
+)
+
 ENGINE_PATCHES: tuple[Patch, ...] = (
     Patch(
         id="engine.arguments",
@@ -400,15 +410,7 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
         "rank",
         remove_when="pretrain takes a callback that is called once the model is built and loaded",
     ),
-    Patch(
-        id="engine.first-step",
-        target="megatron.training.training:train_step",
-        kind=PatchKind.WRAP,
-        implementation=_first_step,
-        feature="engine",
-        reason="post_training_step_callbacks is a fixed function without user callbacks",
-        remove_when="train takes user callbacks",
-    ),
+    FIRST_STEP,
     Patch(
         id="engine.save",
         target="megatron.training.checkpointing:save_checkpoint",
@@ -439,4 +441,4 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
         remove_when="training_log reports tokens per second",
     ),
 )
-"""Applied in this order, before the features' own patches."""
+"""Applied in this order, before the features' own patches; only FIRST_STEP comes after them."""
