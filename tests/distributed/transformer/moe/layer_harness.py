@@ -9,7 +9,7 @@ Letters: T tokens of all ranks together, d width, l latent, E experts, k per tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,18 +42,33 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # further TransformerConfig fields
 
 
+_layout: tuple[int, int, int] | None = None
+
+
 def start(case: Case) -> None:
-    """(Re)initialise Megatron's process groups for a case."""
+    """Initialise Megatron's process groups for a case, unless its layout is the running one.
+
+    Every gloo group has threads of its own and Megatron makes dozens of groups: cases of one layout share them.
+    """
+    global _layout
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=case.tp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-    )
+    layout = (case.tp, case.ep, case.etp)
+    if layout != _layout:
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tp,
+            expert_model_parallel_size=case.ep,
+            expert_tensor_parallel_size=case.etp,
+        )
+        _layout = layout
     model_parallel_cuda_manual_seed(123)
+
+
+def by_layout(cases: Sequence[Case]) -> list[Case]:
+    """Cases of one layout side by side."""
+    return sorted(cases, key=lambda case: (case.tp, case.ep, case.etp))
 
 
 def config_of(case: Case) -> Any:

@@ -36,7 +36,7 @@ def build(case, **settings):
 
 
 def check(rank, world_size):
-    for case in CASES[world_size]:
+    for case in harness.by_layout(CASES[world_size]):
         harness.compare(build(case), case, FP64)
         if case.tp > 1:
             harness.compare(build(case, moe_latent_projection="sharded"), case, FP64)
