@@ -141,6 +141,23 @@ def integer_flags(argv: Sequence[str]) -> dict[str, int]:
     return values
 
 
+def model_flags(model: str | None) -> dict[str, int]:
+    """What ``--k3-model`` sets among the flags that presets of features look at.
+
+    Raises:
+        FeatureError: if there is no such model.
+    """
+    if model is None:
+        return {}
+    from k3_plugins.models.kimi_k3.config import preset
+
+    try:
+        description = preset(model)
+    except ValueError as error:
+        raise FeatureError(str(error)) from error
+    return {"--num-experts": description.num_experts} if description.num_experts else {}
+
+
 def flag_value(argv: Sequence[str], flag: str) -> str | None:
     """The last value of a string flag on a command line, or None."""
     found = None

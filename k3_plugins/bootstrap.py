@@ -22,7 +22,15 @@ from k3_plugins import activation as activation_module
 from k3_plugins import features as feature_list
 from k3_plugins import manifest
 from k3_plugins.activation import Activation
-from k3_plugins.arguments import Control, described_model, flag_value, hint, integer_flags, parse_control
+from k3_plugins.arguments import (
+    Control,
+    described_model,
+    flag_value,
+    hint,
+    integer_flags,
+    model_flags,
+    parse_control,
+)
 from k3_plugins.compat.megatron import find_megatron, fingerprint_file
 from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail
 from k3_plugins.feature import Feature, FeatureError
@@ -74,7 +82,7 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
     control, _ = parse_control(argv)
     if _opened is not None:
         return _again(control, door)
-    selection = feature_list.select(control.plugins, integer_flags(argv))
+    selection = feature_list.select(control.plugins, {**model_flags(control.model), **integer_flags(argv)})
     if not selection.entries:
         _without_features(control, selection, argv)
         _opened = control

@@ -92,7 +92,14 @@ class PresetMember:
 
 
 PRESETS: dict[str, tuple[PresetMember, ...]] = {
-    "k3": (PresetMember("kda"), PresetMember("gated-mla"), PresetMember("attnres")),
+    "k3": (
+        PresetMember("kda"),
+        PresetMember("gated-mla"),
+        PresetMember("attnres"),
+        PresetMember("latent-moe", "--num-experts", 2),
+        PresetMember("quantile-balancing", "--num-experts", 2),
+        PresetMember("moonep", "--num-experts", 2),
+    ),
 }
 
 
