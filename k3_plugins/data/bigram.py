@@ -5,9 +5,8 @@ P(b | a) is counted on the training split and smoothed towards the unigram,
     P(b | a) = (c(a, b) + alpha * U(b)) / (c(a) + alpha),    U(b) = (c(b) + 1) / (N + V),
 
 with alpha chosen on a held-out tenth of the training split, so that the validation split plays no part in the fit. It
-is evaluated on the very predictions that the trainer's validation loss averages over: with ``--seq-length`` the samples
-come from Megatron's own data set class, shuffled by the same seed, the last partial one dropped, as
-``--full-validation`` reads them.
+can be evaluated on the very predictions that the trainer's last validation loss averages over: with ``--seq-length``
+the samples come from Megatron's own data set class, shuffled by the same seed.
 
 Shapes: V vocabulary, N ids.
 """
@@ -89,15 +88,30 @@ def _ids(prefix: str) -> np.ndarray:
     return np.memmap(f"{prefix}.bin", dtype=indexed_dataset.IndexedDataset(prefix).index.dtype, mode="r")
 
 
-def validation_samples(prefix: str, info: sidecar.DatasetInfo, seq_length: int, seed: int) -> list[np.ndarray]:
-    """The samples of one full validation, as Megatron's data set yields them: each ``[seq_length + 1]`` ids."""
+@dataclass(frozen=True)
+class Samples:
+    """Which samples of the validation split the trainer evaluated.
+
+    ``seq_length`` and ``seed`` are its flags. Under ``--full-validation`` that is all; otherwise Megatron draws
+    ``drawn`` samples for the whole run, ``evaluated`` (--eval-iters times the global batch) at a time without going
+    back, so that its last evaluation has the last ``evaluated`` ones.
+    """
+
+    seq_length: int
+    seed: int = 1234
+    drawn: int | None = None
+    evaluated: int | None = None
+
+
+def validation_samples(prefix: str, info: sidecar.DatasetInfo, samples: Samples) -> list[np.ndarray]:
+    """The samples as Megatron's data set yields them: each ``[seq_length + 1]`` ids."""
     gpt_dataset = import_megatron("megatron.core.datasets.gpt_dataset", "to cut the validation split into samples")
     indexed_dataset = import_megatron("megatron.core.datasets.indexed_dataset", "to read the data set")
     split = import_megatron("megatron.core.datasets.utils", "to read the data set").Split
     with tempfile.TemporaryDirectory() as cache:
         config = gpt_dataset.GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=seq_length,
+            random_seed=samples.seed,
+            sequence_length=samples.seq_length,
             blend=None,
             blend_per_split=[None, ([prefix], None), None],
             path_to_cache=cache,
@@ -109,9 +123,11 @@ def validation_samples(prefix: str, info: sidecar.DatasetInfo, seq_length: int, 
         )
         low_level = indexed_dataset.IndexedDataset(prefix)
         indices = np.arange(len(low_level), dtype=np.int32)
-        dataset = gpt_dataset.GPTDataset(low_level, prefix, indices, None, split.valid, config)
-        samples = (dataset[i] for i in range(len(dataset)))
-        return [np.append(sample["tokens"].numpy(), sample["labels"][-1]) for sample in samples]
+        dataset = gpt_dataset.GPTDataset(low_level, prefix, indices, samples.drawn, split.valid, config)
+        end = len(dataset) if samples.drawn is None else samples.drawn
+        start = 0 if samples.evaluated is None else end - samples.evaluated
+        chosen = (dataset[i] for i in range(start, end))
+        return [np.append(sample["tokens"].numpy(), sample["labels"][-1]) for sample in chosen]
 
 
 class _StubTokenizer(SimpleNamespace):
@@ -121,13 +137,11 @@ class _StubTokenizer(SimpleNamespace):
         super().__init__(vocab_size=info.tokenizer.vocab_size, eod=info.tokenizer.eod_id, pad=-1, unique_identifiers={})
 
 
-def evaluate(train: str, validation: str, seq_length: int | None = None, seed: int = 1234) -> BigramResult:
-    """Fits on ``train`` and evaluates on ``validation`` (prefixes, or names, of ``.bin``/``.idx`` pairs).
+def evaluate(train: str, validation: str, samples: Samples | None = None) -> BigramResult:
+    """Fits on ``train`` and evaluates on ``validation`` (prefixes of ``.bin``/``.idx`` pairs).
 
     Args:
-        seq_length: the trainer's ``--seq-length``: evaluate on exactly its full-validation samples. None evaluates on
-            every pair of neighbours in the split.
-        seed: the trainer's ``--seed``, which orders the documents.
+        samples: what the trainer evaluated; None evaluates on every pair of neighbours in the split.
 
     Raises:
         InputError: not a byte-level data set, missing files, or too little text for one sample or one pair.
@@ -144,11 +158,11 @@ def evaluate(train: str, validation: str, seq_length: int | None = None, seed: i
         )
     counts = pair_counts(train_ids, vocab_size)
     alpha = choose_alpha(train_ids, vocab_size)
-    if seq_length is None:
+    if samples is None:
         val_counts = pair_counts(_ids(validation), vocab_size)
     else:
-        samples = validation_samples(validation, info, seq_length, seed)
-        val_counts = sum((pair_counts(sample, vocab_size) for sample in samples), np.zeros_like(counts))
+        chosen = validation_samples(validation, info, samples)
+        val_counts = sum((pair_counts(sample, vocab_size) for sample in chosen), np.zeros_like(counts))
     if not val_counts.any():
         raise InputError(f"the validation split {validation!r} is too short for one sample: lower --seq-length")
     bits = cross_entropy(log2_probabilities(counts, alpha), val_counts)
@@ -179,18 +193,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--seq-length",
         type=int,
         metavar="S",
-        help="the trainer's --seq-length: evaluate on exactly the samples of its --full-validation "
-        "(default: on every pair of neighbouring bytes)",
+        help="the trainer's --seq-length: evaluate on samples as the trainer cuts them; alone, on those of its "
+        "--full-validation (default: on every pair of neighbouring bytes)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="the trainer's --seed; default: %(default)s")
+    parser.add_argument(
+        "--drawn-samples",
+        type=int,
+        metavar="T",
+        help="validation samples of the trainer's whole run: (--train-iters // --eval-interval + 1) * --eval-iters * "
+        "global batch; evaluate on those of its last evaluation (needs --seq-length, --evaluated-samples)",
+    )
+    parser.add_argument(
+        "--evaluated-samples", type=int, metavar="N", help="samples of one evaluation: --eval-iters * global batch"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result there as well")
     args = parser.parse_args(argv)
-    if args.seq_length is not None and args.seq_length < 1:
-        parser.error(f"--seq-length {args.seq_length}: give a number of at least 1")
+    samples = None
+    if args.seq_length is not None:
+        samples = Samples(args.seq_length, args.seed, args.drawn_samples, args.evaluated_samples)
+    if (args.drawn_samples is None) != (args.evaluated_samples is None) or (args.drawn_samples and samples is None):
+        parser.error("--drawn-samples and --evaluated-samples go together, and with --seq-length")
+    for name in ("seq_length", "drawn_samples", "evaluated_samples"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: give a number of at least 1")
+    if args.drawn_samples is not None and args.drawn_samples < args.evaluated_samples:
+        parser.error(f"--drawn-samples {args.drawn_samples} is less than one evaluation's {args.evaluated_samples}")
     # Megatron's log helper wonders about its rank; this is one process.
     warnings.filterwarnings("ignore", message="Could not determine rank")
     try:
-        result = evaluate(args.train, args.validation, args.seq_length, args.seed)
+        result = evaluate(args.train, args.validation, samples)
     except InputError as error:
         print(f"bigram: {error}", file=sys.stderr)
         return 2

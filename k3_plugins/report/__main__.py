@@ -32,6 +32,8 @@ def print_summary(summary: Summary, title: str) -> None:
     if summary.validation_loss is not None:
         row("validation loss, last (nats per token)", summary.validation_loss.last, "{:.4f}")
         row("validation loss, best (nats per token)", summary.validation_loss.best, "{:.4f}")
+    for name, loss in summary.validation_losses.items():
+        row(f"validation loss of {name}, last (nats per token)", loss.last, "{:.4f}")
     row("validation, bits per byte", summary.validation_bits_per_byte, "{:.4f}")
     row("byte bigram model, bits per byte", summary.bigram_bits_per_byte, "{:.4f}")
     row("tokens per second", summary.tokens_per_second, "{:,.0f}")

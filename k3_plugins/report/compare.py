@@ -13,8 +13,9 @@ import numpy as np
 
 from k3_plugins.report.events import ReportError, Run, read_run
 
-# Scalars that measure time or memory differ between two runs of the same computation; these do not.
-COMPUTED = ("lm loss", "lm loss validation", "grad-norm", "learning-rate", "params-norm", "loss-scale")
+# Scalars that measure time or memory differ between two runs of the same computation; these do not, nor the
+# validation losses.
+COMPUTED = ("lm loss", "grad-norm", "learning-rate", "params-norm", "loss-scale")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ def compare_runs(a: Run, b: Run) -> list[Comparison]:
         ReportError: the runs share no iteration of the training loss: there is nothing to compare.
     """
     comparisons = []
-    for tag in COMPUTED:
-        if tag not in a.scalars or tag not in b.scalars:
+    for tag in sorted(a.scalars.keys() & b.scalars.keys()):
+        if tag not in COMPUTED and not tag.startswith("lm loss validation"):
             continue
         left, right = a.scalars[tag], b.scalars[tag]
         steps, i, j = np.intersect1d(left.steps, right.steps, return_indices=True)

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from k3_plugins.report.events import ReportError, Run
-from k3_plugins.report.summary import TRAIN, VALIDATION
+from k3_plugins.report.summary import TRAIN, validation_series
 
-INK, GREY, BLUE, ORANGE = "#1f2430", "#8a919e", "#2a6fbb", "#d9622b"
+INK, GREY, BLUE = "#1f2430", "#8a919e", "#2a6fbb"
+VALIDATION_COLOURS = ("#d9622b", "#2f8f5b", "#8a4fa3", "#b58a00")
 
 
 def draw_losses(
@@ -30,10 +31,10 @@ def draw_losses(
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ReportError(f"the picture needs matplotlib ({error}): pip install matplotlib") from error
-    train, validation = run.scalars.get(TRAIN), run.scalars.get(VALIDATION)
-    in_bits = all(
-        factor is not None for series, factor in zip((train, validation), factors, strict=True) if series is not None
-    )
+    train, validations = run.scalars.get(TRAIN), validation_series(run)
+    # One unit for every curve; several validation sets have no one number of bytes per token.
+    in_bits = (train is None or factors[0] is not None) and (not validations or factors[1] is not None)
+    in_bits = in_bits and len(validations) <= 1
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -44,10 +45,11 @@ def draw_losses(
         smooth = _smooth(values)
         axes.plot(train.steps, smooth, color=BLUE, linewidth=1.8, label=f"training  {smooth[-1]:.3f}")
         bottom.append(np.nanmin(values))
-    if validation is not None:
-        values = validation.values * (factors[1] if in_bits else 1.0)
-        label = f"validation  {values[-1]:.3f}"
-        axes.plot(validation.steps, values, color=ORANGE, marker="o", markersize=4.5, linewidth=1.4, label=label)
+    for i, (name, series) in enumerate(validations.items()):
+        values = series.values * (factors[1] if in_bits else 1.0)
+        colour = VALIDATION_COLOURS[i % len(VALIDATION_COLOURS)]
+        label = f"{name if len(validations) > 1 else 'validation'}  {values[-1]:.3f}"
+        axes.plot(series.steps, values, color=colour, marker="o", markersize=4.5, linewidth=1.4, label=label)
         bottom.append(np.nanmin(values))
     if in_bits and bigram_bits_per_byte is not None:
         label = f"byte bigram model  {bigram_bits_per_byte:.3f}"

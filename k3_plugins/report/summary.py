@@ -32,14 +32,17 @@ class LossSummary:
 class Summary:
     """The contents of ``summary.json``; what was not logged is null.
 
-    ``bits_per_byte`` is the loss in bits over the bytes of text that the tokens stand for, so that tokenizers compare;
-    ``tokens_per_second`` and ``tflops_per_device`` are medians over the log intervals (the first one warms up).
+    ``validation_loss`` is that of the only validation set. With ``--multiple-validation-sets`` and several of them it
+    is null, and ``validation_losses`` has each by name. ``bits_per_byte`` is the loss in bits over the bytes of text
+    that the tokens stand for, so that tokenizers compare; ``tokens_per_second`` and ``tflops_per_device`` are medians
+    over the log intervals (the first one warms up).
     """
 
     iterations: int
     tokens: int | None
     train_loss: LossSummary | None
     validation_loss: LossSummary | None
+    validation_losses: dict[str, LossSummary]
     train_bits_per_byte: float | None
     validation_bits_per_byte: float | None
     best_validation_bits_per_byte: float | None
@@ -62,21 +65,24 @@ def summarize(
     Raises:
         ReportError: no loss was logged, or ``dataset`` is no prepared data set.
     """
-    train, validation = run.scalars.get(TRAIN), run.scalars.get(VALIDATION)
-    if train is None and validation is None:
+    train, validations = run.scalars.get(TRAIN), validation_series(run)
+    if train is None and not validations:
         raise ReportError(f"no {TRAIN!r} was logged (found: {', '.join(sorted(run.scalars))}): nothing to report on")
     seq_length = seq_length or _logged_int(run, "seq_length")
-    train_loss, validation_loss = _loss(train), _loss(validation)
+    train_loss = _loss(train)
+    validation_losses = {name: _loss(series) for name, series in validations.items()}
+    validation_loss = next(iter(validation_losses.values())) if len(validation_losses) == 1 else None
     train_bits, validation_bits = bits_per_byte_factors(run, dataset)
     batch = run.scalars.get("batch-size")
     tokens = None
     if seq_length and batch is not None:
         tokens = int(_cumulative(batch, train)) * seq_length
     return Summary(
-        iterations=int(max(series.steps[-1] for series in (train, validation) if series is not None)),
+        iterations=int(max(series.steps[-1] for series in (train, *validations.values()) if series is not None)),
         tokens=tokens,
         train_loss=train_loss,
         validation_loss=validation_loss,
+        validation_losses=validation_losses if len(validation_losses) > 1 else {},
         train_bits_per_byte=_times(train_loss and train_loss.last, train_bits),
         validation_bits_per_byte=_times(validation_loss and validation_loss.last, validation_bits),
         best_validation_bits_per_byte=_times(validation_loss and validation_loss.best, validation_bits),
@@ -86,6 +92,15 @@ def summarize(
         seq_length=seq_length,
         event_files=run.files,
     )
+
+
+def validation_series(run: Run) -> dict[str, Series]:
+    """Validation losses by name: Megatron appends the set's name to the tag under ``--multiple-validation-sets``."""
+    return {
+        tag.removeprefix(VALIDATION).removeprefix("-") or "validation": series
+        for tag, series in sorted(run.scalars.items())
+        if tag == VALIDATION or (tag.startswith(f"{VALIDATION}-") and not tag.endswith(" ppl"))
+    }
 
 
 def bits_per_byte_factors(run: Run, dataset: str | os.PathLike | None = None) -> tuple[float | None, float | None]:

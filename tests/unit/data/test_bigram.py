@@ -75,12 +75,17 @@ def test_alpha_comes_from_the_training_split_alone_and_is_its_best(dataset):
     assert bigram.choose_alpha(ids, V) == min(costs, key=costs.get)
 
 
-@pytest.mark.parametrize("seq_length", [8, 64])
-def test_predictions_are_those_of_megatrons_full_validation(dataset, tmp_path, seq_length):
-    """Oracle: the data set as Megatron's training builds it, from the flags of the sidecar."""
+@pytest.mark.parametrize(
+    ("seq_length", "drawn", "evaluated"),
+    [(8, None, None), (64, None, None), (16, 12, 4), (16, 700, 96)],
+    ids=["full-validation", "full-validation-long", "part-of-an-epoch", "many-epochs"],
+)
+def test_predictions_are_those_of_megatrons_last_evaluation(dataset, tmp_path, seq_length, drawn, evaluated):
+    """Oracle: the data set as Megatron's training builds it, walked as its sampler does."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+    from megatron.training.datasets.data_samplers import MegatronPretrainingSampler
 
     out, _ = dataset
     settings = GPTDatasetConfig(
@@ -95,15 +100,23 @@ def test_predictions_are_those_of_megatrons_full_validation(dataset, tmp_path, s
         create_attention_mask=False,
     )
     # The number of validation samples is None under --full-validation.
-    _, validation, test = BlendedMegatronDatasetBuilder(GPTDataset, [16, None, None], lambda: True, settings).build()
+    _, validation, test = BlendedMegatronDatasetBuilder(GPTDataset, [16, drawn, None], lambda: True, settings).build()
     assert test is None
+    order = list(range(len(validation)))
+    if drawn is not None:
+        # Two ranks with micro-batches of 2; the last evaluation begins where the ones before it ended.
+        ranks = [MegatronPretrainingSampler(len(validation), drawn - evaluated, 2, rank, 2) for rank in (0, 1)]
+        order = [i for batches in zip(*ranks, strict=True) for batch in batches for i in batch][:evaluated]
     pairs = []
-    for i in range(len(validation)):
+    for i in order:
         sample = validation[i]
         assert sample["loss_mask"].all()
         pairs.extend(zip(sample["tokens"].tolist(), sample["labels"].tolist(), strict=True))
-    result = bigram.evaluate(str(out / "train"), str(out / "validation"), seq_length, seed=99)
-    assert result.predictions == len(pairs) == (len(stream(out, "validation")) - 1) // seq_length * seq_length
+    samples = bigram.Samples(seq_length, 99, drawn, evaluated)
+    result = bigram.evaluate(str(out / "train"), str(out / "validation"), samples)
+    assert result.predictions == len(pairs) == len(order) * seq_length
+    if drawn is None:
+        assert len(order) == (len(stream(out, "validation")) - 1) // seq_length
     assert result.bits_per_token == pytest.approx(naive_bits(stream(out, "train"), pairs, result.alpha), rel=1e-12)
 
 
@@ -115,6 +128,11 @@ def test_command_writes_json(dataset, tmp_path, capsys):
     record = json.loads(target.read_text())
     assert f"{record['bits_per_byte']:.4f} bits per byte" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["bigram.json"]
+    for wrong in (["--drawn-samples", "8"], ["--seq-length", "8", "--evaluated-samples", "8"], ["--seq-length", "0"]):
+        with pytest.raises(SystemExit) as end:
+            bigram.main([*arguments, *wrong])
+        assert end.value.code == 2
+    capsys.readouterr()
     assert bigram.main([*arguments, "--seq-length", "100000"]) == 2
     assert "lower --seq-length" in capsys.readouterr().err
 

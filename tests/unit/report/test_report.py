@@ -87,6 +87,25 @@ def test_picture_is_drawn_beside_the_events_by_default(tmp_path):
     assert summary.validation_bits_per_byte is None and summary.tokens is None and summary.tokens_per_second is None
 
 
+def test_validation_sets_by_name(tmp_path, dataset):
+    write_events(
+        tmp_path / "one",
+        1,
+        20,
+        texts=megatron_texts(dataset),
+        validation_every=99,
+        extra=[("lm loss validation-web", 2.0)],
+    )
+    one = write_report(tmp_path / "one")
+    assert one.validation_loss.last == 2.0 and one.validation_losses == {}
+    assert one.validation_bits_per_byte == pytest.approx(2.0 / math.log(2) * 1000 / 800, rel=1e-12)
+    sets = [("lm loss validation-web", 2.0), ("lm loss validation-code", 1.0), ("lm loss validation-code ppl", 2.7)]
+    write_events(tmp_path / "two", 1, 20, validation_every=99, extra=sets)
+    two = write_report(tmp_path / "two")
+    assert two.validation_loss is None and two.validation_bits_per_byte is None
+    assert {name: loss.last for name, loss in two.validation_losses.items()} == {"code": 1.0, "web": 2.0}
+
+
 def test_a_resumed_run_replaces_what_the_checkpoint_did_not_hold(tmp_path):
     folder = tmp_path / "run"
     write_events(folder, 1, 30)
