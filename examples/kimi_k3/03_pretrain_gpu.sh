@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Pre-trains on GPUs. NOT TESTED ON A GPU: no machine with one has run this script yet. The flags are those of the CPU
+# script, whose layouts are tested, plus Megatron's own for bf16 and overlap; expect to adjust.
+#
+#   NPROC=8 TP=2 EP=4 MODEL=kimi_linear DATA=FOLDER bash examples/kimi_k3/03_pretrain_gpu.sh
+#   NNODES=4 NODE_RANK=0 MASTER_ADDR=host NPROC=8 TP=4 PP=4 ... bash examples/kimi_k3/03_pretrain_gpu.sh    (on each node)
+#
+# Data parallel size is NNODES * NPROC / (TP * PP * CP). Prepare data with the model's own tokenizer (01, TOKENIZER=).
+# Needs pip install 'k3-plugins[gpu,kda]'.
+NPROC="${NPROC:-8}" MODEL="${MODEL:-kimi_linear}"
+TRAIN_ITERS="${TRAIN_ITERS:-10000}" SEQ_LENGTH="${SEQ_LENGTH:-4096}" MICRO_BATCH="${MICRO_BATCH:-1}"
+GLOBAL_BATCH="${GLOBAL_BATCH:-256}" LR="${LR:-3e-4}"
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+read_data_args
+
+PRECISION_ARGS=(--bf16)
+
+OVERLAP_ARGS=(
+    --overlap-grad-reduce
+    --overlap-param-gather
+)
+
+MOE_ARGS=(--moe-token-dispatcher-type alltoall)
+
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+launch \
+    "${MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${PARALLEL_ARGS[@]}" \
+    "${PRECISION_ARGS[@]}" \
+    "${OVERLAP_ARGS[@]}" \
+    "${MOE_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${CHECKPOINT_ARGS[@]}" \
+    "${LOG_ARGS[@]}" \
+    "$@"
+echo "picture and summary: $RUN/tensorboard/loss.png, $RUN/tensorboard/summary.json"
