@@ -367,6 +367,8 @@ def write(description: ModelDescription) -> dict[str, Any]:
         "num_key_value_heads": config.num_attention_heads,
         "model_max_length": description.context_length,
         "tie_word_embeddings": False,
+        # A config that leaves them out has those of the published vocabulary.
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
     values |= {name: getattr(config, ours) for name, ours in SIZES.items()}
     values |= {name: getattr(config, ours) for name, ours in OPTIONAL_SIZES.items() if name != "q_lora_rank"}

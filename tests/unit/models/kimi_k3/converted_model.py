@@ -1,0 +1,111 @@
+"""What the tests run in a process of its own: a converted checkpoint through the product's loader.
+
+    python -m tests.unit.models.kimi_k3.converted_model CHECKPOINT IDS.pt OUT.pt
+
+Writes the logits, the gradients of the mean cross-entropy under the published names (taken through the model's own
+distributed-checkpoint description and the table of names), and what generation says about the same ids.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+CHUNKS = (7, 1, 20)
+
+
+def main() -> None:
+    checkpoint, ids_file, out = sys.argv[1:]
+    from k3_plugins.models.kimi_k3 import checkpoint_model
+
+    loaded = checkpoint_model.load(Path(checkpoint), platform="cpu", door="tests")
+    ids = torch.load(ids_file)
+    vocab = loaded.args.vocab_size
+    logits = forward(loaded.model, ids)[..., :vocab]
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss.backward()
+    gradients = published_gradients(loaded)
+    result = {"logits": logits.detach(), "gradients": gradients, "generation": generation(loaded.model, ids, vocab)}
+    torch.save(result, out)
+
+
+def forward(model, ids):
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    return model(ids, positions, None)
+
+
+def published_gradients(loaded) -> dict[str, torch.Tensor]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from k3_plugins import manifest
+    from k3_plugins.models.kimi_k3 import export_hf, hf_folder, hf_names
+
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.grad if parameter.grad is not None else torch.full_like(parameter, float("nan"))
+    state = {"model": loaded.model.sharded_state_dict()}
+    apply_factories(state)
+    whole: dict[str, torch.Tensor] = {}
+    for item in nested_values(state):
+        if isinstance(item, ShardedTensor):
+            target = whole.setdefault(item.key, torch.full(item.global_shape, float("nan")))
+            local = (1,) * item.prepend_axis_num + tuple(item.local_shape)
+            box = tuple(slice(o, o + n) for o, n in zip(item.global_offset, local, strict=True))
+            target[box] = item.data.detach().view(local)
+    description = export_hf.describe(loaded.saved, manifest.find(str(loaded.iteration.parent)).manifest)
+    _, spelling = hf_folder.read_sidecar(loaded.iteration)
+    gradients = {}
+    for place in hf_names.places(description, spelling.prefix):
+        if place.key.endswith("expert_bias"):
+            continue  # not trained by gradients
+        name = place.others[0] if place.entry.hf in spelling.also else place.hf
+        offset, shape = place.box(whole[place.key].shape, description.config.vocab_size)
+        box = whole[place.key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        gradients[name] = export_hf.from_megatron(place, name, box, spelling).clone()
+    return gradients
+
+
+def generation(model, ids, vocab) -> dict:
+    """Logits by one chunk, by several and token by token, sizes of the state, and greedy against the whole forward."""
+    from k3_plugins.models.kimi_k3 import checkpoint_model
+    from k3_plugins.models.kimi_k3 import generation as product
+
+    checkpoint_model.fill(model)  # the parameters hold gradients
+    found = {"reference": forward(model, ids)[..., :vocab].detach(), "kda_bytes": [], "latent_bytes": []}
+    with product.GenerationState(model, ids.shape[0]) as state:
+        found["one chunk"] = state.advance(ids)[..., :vocab]
+    with product.GenerationState(model, ids.shape[0]) as state:
+        sizes = [*CHUNKS, ids.shape[1] - sum(CHUNKS)]
+        found["chunks"] = torch.cat([state.advance(part) for part in ids.split(sizes, dim=1)], dim=1)[..., :vocab]
+    steps = []
+    with product.GenerationState(model, ids.shape[0]) as state:
+        for token in ids.split(1, dim=1):
+            steps.append(state.advance(token))
+            found["kda_bytes"].append(state.kda_bytes)
+            found["latent_bytes"].append(state.latent_bytes)
+    found["tokens"] = torch.cat(steps, dim=1)[..., :vocab]
+
+    prompt = ids[0, :9].tolist()
+    with product.GenerationState(model) as state:
+        found["greedy"] = list(
+            product.continuation(state, prompt, 24, vocab_size=vocab, sampling=product.Sampling())
+        )
+    whole = list(prompt)
+    with torch.no_grad():
+        for _ in range(24):
+            whole.append(int(forward(model, torch.tensor([whole]))[0, -1, :vocab].argmax()))
+    found["greedy by the whole forward"] = whole[len(prompt) :]
+    sampled = product.Sampling(temperature=1.0, top_k=20, top_p=0.9)
+    found["sampled"] = []
+    for seed in (1, 1, 2):
+        with product.GenerationState(model) as state:
+            found["sampled"].append(
+                list(product.continuation(state, prompt, 12, vocab_size=vocab, sampling=sampled, seed=seed))
+            )
+    return found
+
+
+if __name__ == "__main__":
+    main()

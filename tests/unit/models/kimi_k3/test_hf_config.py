@@ -1,0 +1,149 @@
+"""``config.json`` <-> the model's description: both forms, every field accounted for, contradictions refused."""
+
+import dataclasses
+
+import pytest
+
+from k3_plugins.models.kimi_k3 import hf_config
+from k3_plugins.models.kimi_k3.config import KIMI_K3, KIMI_LINEAR, expert_pattern
+from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
+
+# Fields and values of the published Kimi-Linear-48B-A3B configuration.
+PUBLISHED = {
+    "architectures": ["KimiLinearForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_kimi.KimiLinearConfig"},
+    "bos_token_id": 163584,
+    "dtype": "bfloat16",
+    "eos_token_id": 163586,
+    "first_k_dense_replace": 1,
+    "head_dim": 72,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [i for i in range(1, 27) if i % 4],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "model_type": "kimi_linear",
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_nextn_predict_layers": 0,
+    "num_shared_experts": 1,
+    "pad_token_id": 163839,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "use_cache": True,
+    "use_grouped_topk": True,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_published_config_is_the_preset():
+    description, notes = hf_config.read(PUBLISHED)
+    assert description.config == KIMI_LINEAR
+    assert description.attention_pattern == tuple(KIMI_LINEAR.attention_pattern)
+    assert description.moe_pattern == (0,) + (1,) * 26
+    assert description.dtype == "bfloat16" and description.features == ("kda", "gated-mla")
+    # Fields that are not used are named.
+    assert all(name in notes[-1] for name in ("rope_theta", "head_dim", "auto_map"))
+
+
+def k3_description():
+    return ModelDescription(
+        config=dataclasses.replace(KIMI_K3, required_features=("kda", "gated-mla")),
+        attention_pattern=tuple(KIMI_K3.attention_pattern),
+        moe_pattern=tuple(expert_pattern(93, 1)),
+        dtype="bfloat16",
+        context_length=1 << 20,
+    )
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        hf_config.read(PUBLISHED)[0],
+        k3_description(),
+        dataclasses.replace(k3_description(), situ_betas=(3.0, 20.0), latent_norm=False),
+        dataclasses.replace(k3_description(), attention_pattern=(0,) * 46 + (1,) * 47),
+    ],
+    ids=["kimi-linear", "k3", "k3 other activation", "other pattern"],
+)
+def test_written_and_read_it_is_the_same(description):
+    values = hf_config.write(description)
+    again, _ = hf_config.read(values)
+    assert hf_config.differences(again, description) == []
+    assert (again.dtype, again.context_length) == (description.dtype, description.context_length)
+    nested, _ = hf_config.read({"model_type": "kimi_k3", "text_config": values, "vision_config": {"hidden_size": 1024}})
+    assert nested == again
+
+
+def test_k3_needs_its_features():
+    assert k3_description().features == ("kda", "gated-mla", "attnres", "latent-moe")
+
+
+def test_layer_lists_count_from_one():
+    description, _ = hf_config.read(PUBLISHED)
+    assert [i for i, kda in enumerate(description.attention_pattern) if not kda] == [3, 7, 11, 15, 19, 23, 26]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sliding_window": 4096}, "sliding_window is a field this converter does not know"),
+        ({"mla_use_nope": False}, "mla_use_nope is False"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+        ({"num_expert_group": 8}, "num_expert_group is 8"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "2304"}, "hidden_size is '2304'"),
+        ({"num_experts_per_token": None}, "num_experts_per_token is missing"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"linear_attn_config": None}, "linear_attn_config.num_heads"),
+        ({"linear_attn_config": {**PUBLISHED["linear_attn_config"], "use_rope": 1}}, "linear_attn_config.use_rope"),
+        ({"linear_attn_config": {**PUBLISHED["linear_attn_config"], "kda_layers": [0, 1]}}, "exactly once"),
+        ({"layer_types": ["linear_attention"] * 26}, "layer_types"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(changes, says):
+    with pytest.raises(ConversionError) as error:
+        hf_config.read({**PUBLISHED, **changes})
+    assert says in str(error.value)
+
+
+def test_all_faults_are_named_at_once():
+    with pytest.raises(ConversionError) as error:
+        hf_config.read({**PUBLISHED, "hidden_size": None, "new_gate": True, "topk_group": 4})
+    assert all(name in str(error.value) for name in ("hidden_size", "new_gate", "topk_group"))
+
+
+def test_an_unknown_field_can_be_declared_harmless():
+    values = {**PUBLISHED, "new_field": 1}
+    description, notes = hf_config.read(values, ignore=["new_field"])
+    assert description.config == KIMI_LINEAR
+    assert any("new_field" in note for note in notes)

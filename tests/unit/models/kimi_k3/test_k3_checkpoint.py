@@ -1,0 +1,86 @@
+"""A K3 checkpoint in the published form: packed experts, padded A_log, latent experts, attention residuals."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from k3_plugins import features
+from tests.harness.launch import launch
+from tests.unit.models.kimi_k3 import small_k3
+
+MISSING = {"attnres", "latent-moe"} - {entry.name for entry in features.available()}
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"features that this version does not have: {sorted(MISSING)}")
+
+CONVERT = "k3_plugins.models.kimi_k3.convert"
+
+# The same weights by another order of operations, fp32.
+STEPS = 5e-5
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    root = tmp_path_factory.mktemp("k3")
+    values = small_k3.write(root / "hf")
+    words = [root / "hf", root / "checkpoint", root / "count.json"]
+    launch("tests.unit.models.kimi_k3.counted_conversion", words, timeout=300)
+    return root, values, json.loads((root / "count.json").read_text())
+
+
+def test_weights_pass_through_one_by_one(case):
+    count = case[2]
+    assert count["largest"] * 10 < count["total"]  # or the next line would say nothing
+    assert count["peak"] <= 2 * count["largest"]  # the next one is read before the last one is dropped
+
+
+def test_converted_back_it_is_bit_equal_and_unpacked(case):
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor.mxfp4_tensor")
+    root, values, _ = case
+    launch(CONVERT, ["--to-hf", root / "back", "--from", root / "checkpoint"], timeout=300)
+    again = load_file(root / "back" / "model.safetensors")
+    packed = {name.removesuffix("_packed") for name in values if name.endswith("_packed")}
+    plain = {name for name in values if not name.endswith(("_packed", "_scale"))}
+    assert again.keys() == plain | packed and len(packed) == 3 * 4 * 4
+    for name in plain:
+        assert torch.equal(again[name], values[name]), name
+    for name in packed:
+        bytes_, scale = values[f"{name}_packed"], values[f"{name}_scale"]
+        tensor = qtensor.MXFP4QTensor(torch.Size((bytes_.shape[0], bytes_.shape[1] * 2)), torch.float32, bytes_)
+        assert torch.equal(again[name], tensor.dequantize(scale=scale, block_sizes={-1: 32})), name
+    config = json.loads((root / "back" / "config.json").read_text())
+    assert config["text_config"].pop("quantization_config", None) is None
+    expected = json.loads((root / "hf" / "config.json").read_text())
+    del expected["text_config"]["quantization_config"]
+    assert config == expected
+    assert (root / "back" / "chat_template.jinja").is_file()
+
+
+def test_generation_equals_the_whole_forward(case):
+    root = case[0]
+    ids = torch.randint(3, small_k3.VOCAB, (2, 70), generator=torch.Generator().manual_seed(5))
+    torch.save(ids, root / "ids.pt")
+    files = [root / "checkpoint", root / "ids.pt", root / "out.pt"]
+    launch("tests.unit.models.kimi_k3.converted_model", files, timeout=300)
+    ours = torch.load(root / "out.pt")
+    found = ours["generation"]
+    assert found["reference"].std() > 0.1
+    for way in ("one chunk", "chunks", "tokens"):
+        assert (found[way] - found["reference"]).abs().max() <= STEPS, way
+    assert found["greedy"] == found["greedy by the whole forward"]
+    assert len(set(found["kda_bytes"])) == 1
+    # Every named tensor is part of the model: each has a gradient.
+    assert all(bool(torch.isfinite(gradient).all()) for gradient in ours["gradients"].values())
+    idle = [name for name, gradient in ours["gradients"].items() if not gradient.any() and ".experts." not in name]
+    assert idle == []
+
+
+def test_wrong_shape_is_named(case, tmp_path):
+    values = dict(case[1])
+    wrong = "language_model.model.layers.3.self_attn.kv_b_proj.weight"
+    values[wrong] = values[wrong][:-1].contiguous()
+    small_k3.write(tmp_path / "hf", values)
+    result = launch(CONVERT, ["--from-hf", tmp_path / "hf", "--to", tmp_path / "out"], timeout=300, check=False)
+    assert result.rc == 2
+    assert f"{wrong} has shape (31, 24), the config asks for (32, 24)" in result.logs[0]
+    assert not (tmp_path / "out").exists()
