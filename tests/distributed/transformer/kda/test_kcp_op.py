@@ -9,12 +9,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from k3_plugins.transformer.kda.context_parallel import (
+    _global_bounds,
     contiguous_to_zigzag,
     kda_cp,
+    local_slice,
     short_conv_cp,
     zigzag_to_contiguous,
 )
 from k3_plugins.transformer.kda.ops import KDABackendError, kda, kda_gate
+from k3_plugins.transformer.kda.ops.fla import kda_fla_cp
+from k3_plugins.transformer.kda.ops.inputs import check_inputs
 from k3_plugins.transformer.kda.short_conv import short_conv
 from tests.harness.spawn import spawn
 
@@ -185,16 +189,46 @@ def check_layouts(rank, size):
             zigzag_to_contiguous(torch.zeros(1, rows, 2), group, cu_seqlens=cu)
 
 
-def check_errors(rank, size):
-    group = dist.group.WORLD
-    x = parameters(4)
-    arguments = [
+def check_fla(rank, size):
+    """The boundaries that fla's own context is given; its kernel (CUDA only) is replaced by the local recurrence."""
+    seen = []
+
+    def chunk_kda(q, k, v, g, beta, *, scale, safe_gate, lower_bound, cp_context):
+        seen.append(cp_context.cu_seqlens.tolist())
+        return v + 1, None
+
+    group, rows = dist.group.WORLD, 10
+    x = make_local(rows)
+    for cu in (None, [0, 3, 3, 5 * size], [0, 10 * size]):
+        bounds = _global_bounds(cu, (rows,) * size, 1)
+        with mock.patch("fla.ops.kda.chunk_kda", chunk_kda):
+            o = kda_fla_cp(x, bounds, (rows,) * size, group)
+        used = bounds[-1][1]
+        place = local_slice((*bounds, (used, rows * size)), rank * rows, (rank + 1) * rows)
+        assert seen.pop() == [0, *(b for _, b in place.pieces)]
+        padding = torch.arange(rank * rows, (rank + 1) * rows) >= used
+        assert (o[:, padding] == 0).all() and torch.equal(o[:, ~padding], (x.v + 1)[:, ~padding])
+    with pytest.raises(ValueError, match="equal, non-empty slices"):
+        kda_fla_cp(x, ((0, 10),), (rows, *range(size - 1)), group)
+
+
+def make_local(rows):
+    x = parameters(rows)
+    tensors = [
         x["q"].unflatten(2, (H, K)),
         x["k"].unflatten(2, (H, K)),
         x["v"].unflatten(2, (HV, V)),
         x["z"],
         x["beta"],
     ]
+    options = {"scale": None, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
+    return check_inputs(*tensors, **options, gate_lower_bound=None, sequence_parts=None)
+
+
+def check_errors(rank, size):
+    group = dist.group.WORLD
+    x = make_local(4)
+    arguments = (x.q, x.k, x.v, x.g, x.beta)
     with pytest.raises(KDABackendError, match="no context parallelism"):
         kda_cp(*arguments, group=group, backend="naive")
     with pytest.raises(KDABackendError, match="needs a CUDA device"):
@@ -211,6 +245,7 @@ def check_all(rank, size):
         check_case(rank, size, what, lengths, cu)
     check_bytes(rank, size)
     check_layouts(rank, size)
+    check_fla(rank, size)
     check_errors(rank, size)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from fla.ops.kda.naive import naive_recurrent_kda
 
-from k3_plugins.transformer.kda.ops import kda
+from k3_plugins.transformer.kda.ops import kda, torch_chunk
+from k3_plugins.transformer.kda.ops.torch_chunk import choose_parts, summarize
 from tests.unit.transformer.kda.ops.kda_cases import assert_close, make_inputs, relative_error, run
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 200)
@@ -93,6 +94,26 @@ def test_sequence_parts(parts, case):
         run(inputs, "torch", sequence_parts=1, with_state=False, **options),
         1e-13,
     )
+
+
+def test_parts_are_chosen_where_lanes_leave_the_device_idle(monkeypatch):
+    assert choose_parts(chunks=256, lanes=8, width=2) == 1
+    assert choose_parts(chunks=256, lanes=1, width=2) == 1
+    assert choose_parts(chunks=256, lanes=1, width=16) == 16
+    assert choose_parts(chunks=256, lanes=4, width=132) == 32
+    assert choose_parts(chunks=1, lanes=1, width=132) == 1
+    assert choose_parts(chunks=256, lanes=132, width=132) == 1
+    # The rule decides unless the caller does.
+    seen = []
+    monkeypatch.setattr(
+        torch_chunk, "summarize", lambda x, plan, blocking: seen.append(plan.parts) or summarize(x, plan, blocking)
+    )
+    monkeypatch.setattr(torch_chunk, "_device_width", lambda device: 16)
+    inputs = make_inputs(700, h=1)[:5]
+    kda(*inputs, backend="torch")
+    kda(*inputs, backend="torch", sequence_parts=1)
+    kda(*inputs, backend="torch", sequence_parts=3)
+    assert seen == [8, 3]
 
 
 @pytest.mark.parametrize("packed", (False, True))
