@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from k3_plugins.transformer.kda.ops import KDABackendError, kda, resolve_backend
-from k3_plugins.transformer.kda.ops.chunk_layout import make_plan
+from k3_plugins.transformer.kda.ops.chunk_layout import ChunkPlan, make_plan
 from k3_plugins.transformer.kda.ops.fla import kda_fla_cp
 from k3_plugins.transformer.kda.ops.inputs import KDAInputs, check_inputs, sequence_bounds
 from k3_plugins.transformer.kda.ops.segment import Blocking
@@ -109,7 +109,7 @@ class _Call:
         return gathered
 
 
-def _plan(x: KDAInputs) -> tuple:
+def _plan(x: KDAInputs) -> tuple[ChunkPlan, Blocking]:
     plan = make_plan(x.v.shape[1], x.bounds, 1, x.v.device)
     return plan, Blocking.choose(x, plan)
 
@@ -130,9 +130,10 @@ class _KCP(torch.autograd.Function):
         earlier = call.exchange(pair)[: rank + 1]
         incoming = scan_states(earlier, x.zero_state(v.shape[0]))[-1]
         local = call.local(x, incoming)
-        o, _, saved = forward(local, *_plan(local))
+        plan = _plan(local)
+        o, _, saved = forward(local, *plan)
         ctx.save_for_backward(q, k, v, g, beta, incoming, saved, maps)
-        ctx.call = call
+        ctx.call, ctx.plan = call, plan
         return o
 
     @staticmethod
@@ -156,7 +157,7 @@ class _KCP(torch.autograd.Function):
             d_outgoing = torch.zeros_like(d_outgoing)
         elif call.packed and place.pieces:
             d_final = {len(place.pieces) - 1: d_outgoing[0]}
-        grads = backward(local, *_plan(local), saved, d_o, d_outgoing.unsqueeze(1), d_final)
+        grads = backward(local, *ctx.plan, saved, d_o, d_outgoing.unsqueeze(1), d_final)
         return grads.q, grads.k, grads.v, grads.g, grads.beta, None
 
 

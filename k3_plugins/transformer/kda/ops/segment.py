@@ -23,12 +23,10 @@ from k3_plugins.transformer.kda.ops.chunk_layout import CHUNK, ChunkPlan, gather
 from k3_plugins.transformer.kda.ops.inputs import KDAInputs
 from k3_plugins.transformer.kda.ops.intra_chunk import IntraChunk, intra_chunk, intra_chunk_backward
 
-# Chunks times lanes that are worked on at once. On a CPU 32 keeps the temporaries of K = V = 128 near 1 MB each;
-# an accelerator wants large batches.
-_CHUNK_LANES = {"cpu": 32}
-_CHUNK_LANES_ACCELERATOR = 1024
-_GROUP_LANES = {"cpu": 16}
-_GROUP_LANES_ACCELERATOR = 256
+# Lanes that are advanced together, and chunks of each per segment. On a CPU 8 lanes of 4 chunks keep the temporaries of
+# K = V = 128 near 1 MB each (measured best of 8 to 128 chunks in all); an accelerator wants large batches.
+_CPU_LANES, _ACCELERATOR_LANES = 8, 256
+_CHUNKS_PER_LANE = 4
 
 States = dict[int, Tensor]
 """Packed sequence -> [h, K, V]; a sequence that is missing stands for zeros."""
@@ -45,10 +43,10 @@ class Blocking:
     def choose(x: KDAInputs, plan: ChunkPlan) -> "Blocking":
         """Group sizes are multiples of HV / H, so that a group owns the gradient of its query/key heads."""
         b, heads, ratio = x.v.shape[0], x.v.shape[2], x.v.shape[2] // x.k.shape[2]
-        lanes = _GROUP_LANES.get(x.v.device.type, _GROUP_LANES_ACCELERATOR)
-        work = _CHUNK_LANES.get(x.v.device.type, _CHUNK_LANES_ACCELERATOR)
+        on_cpu = x.v.device.type == "cpu"
+        lanes = max(_CPU_LANES, torch.get_num_threads()) if on_cpu else _ACCELERATOR_LANES
         per_group = min(heads, max(1, lanes // (b * plan.parts * ratio)) * ratio)
-        return Blocking(per_group, max(1, work // (b * plan.parts * per_group)))
+        return Blocking(per_group, max(1, lanes * _CHUNKS_PER_LANE // (b * plan.parts * per_group)))
 
 
 @dataclass(frozen=True)

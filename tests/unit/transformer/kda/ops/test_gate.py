@@ -35,9 +35,9 @@ def test_gradients(lower_bound):
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("lower_bound", (-5.0, None))
-@pytest.mark.parametrize("rate", (-20.0, 0.0, 20.0, 90.0))
+@pytest.mark.parametrize("rate", (float("-inf"), -20.0, 0.0, 20.0, 90.0))
 def test_finite_when_saturated(dtype, lower_bound, rate):
-    """exp(20) * 50 saturates the gate: 0 * inf must not appear in its gradient."""
+    """exp(20) * 50 saturates the gate: 0 * inf must not appear in its gradient. exp(-inf) = 0 is finite too."""
     z = torch.tensor([-50.0, -1.0, 0.0, 1.0, 50.0], dtype=dtype).view(1, 1, 1, 5).requires_grad_()
     A_log = torch.tensor([rate], dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
     g = kda_gate(z, A_log, lower_bound)
