@@ -140,18 +140,6 @@ def test_errors_end_with_code_2_and_without_a_traceback(tmp_path, capsys):
     assert "config.json is missing" in capsys.readouterr().err
 
 
-def test_names_agree_with_those_the_attention_residuals_give():
-    """The feature states its own names; the table must be the same."""
-    stated = pytest.importorskip("k3_plugins.transformer.attention_residuals.huggingface")
-    checked = 0
-    for place in hf_names.places(_k3(), hf_names.MULTIMODAL_PREFIX):
-        if place.entry.needs == "attention residuals":
-            name, value = stated.to_huggingface(place.key, torch.arange(3.0))
-            assert (name, tuple(value.shape)) == (place.hf, place.hf_shape((3,)))
-            checked += 1
-    assert checked == 2 + 4 * small_k3.LAYERS
-
-
 def _k3():
     from k3_plugins.models.kimi_k3 import hf_config
 
