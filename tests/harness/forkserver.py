@@ -36,7 +36,7 @@ _PRELOAD = (
     "megatron.core.tokenizers.text",
     "multiprocessing.managers",
 )
-_START_LIMIT_S = 180  # imports of torch, Megatron, modelopt, transformers on a busy machine
+_START_LIMIT_S = 600  # imports take 15 CPU seconds; a machine that is shared by many jobs gives them slowly
 _GRACE_S = 10  # after the first rank failed: time for the others to report what they saw
 
 

@@ -57,7 +57,7 @@ def launch(
     args: Sequence[str] = (),
     *,
     nprocs: int = 1,
-    timeout: float = 120,
+    timeout: float = 300,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike | None = None,
     records: str | os.PathLike | None = None,

@@ -26,7 +26,7 @@ from tests.harness.forkserver import ROOT, server
 from tests.harness.launch import LaunchError, Result
 
 
-def spawn(function: Callable[..., Any], nprocs: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def spawn(function: Callable[..., Any], nprocs: int, *arguments: Any, timeout: float = 300) -> list[Any]:
     """`function(rank, world_size, *arguments)` on every rank; the list of results, by rank.
 
     Arguments and results must be picklable; `function` is found again by its file and name, so it must stand at the

@@ -107,7 +107,7 @@ def test_without_torchrun(tmp_path, uninterrupted, rank, point):
     """Nobody ends the other rank: it must find out by itself, and say so."""
     checkpoint = tmp_path / "checkpoint"
     flags = [*FLAGS, "--save", checkpoint]
-    job = launch(TARGET, flags, nprocs=2, env=environment(rank, point), check=False, timeout=240)
+    job = launch(TARGET, flags, nprocs=2, env=environment(rank, point), check=False)
     assert job.rc == 1, job.tail()  # the survivor's own exit code, not the server's kill after its grace
     assert "killed at" in job.logs[rank]
     assert "Connection closed by peer" in job.logs[1 - rank] or "Connection reset by peer" in job.logs[1 - rank]

@@ -48,7 +48,7 @@ class OneProcess:
     def train(self, nprocs, layout, records):
         # --finetune loads the weights alone and counts from 0, whatever optimizer wrote the checkpoint.
         flags = [*self.flags, "--load", self.checkpoint, "--finetune", "--train-iters", STEPS, *layout.split()]
-        return read(launch(TARGET, flags, nprocs=nprocs, records=records, timeout=240).records)
+        return read(launch(TARGET, flags, nprocs=nprocs, records=records).records)
 
 
 @pytest.fixture(scope="module")
