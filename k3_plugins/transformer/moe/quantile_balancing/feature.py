@@ -72,10 +72,10 @@ class QuantileBalancing:
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """The histogram of the first step holds every token of the global batch exactly once, in every layer."""
-        from k3_plugins.transformer.moe.quantile_balancing.router import routers_of
+        from k3_plugins.transformer.moe.quantile_balancing.router import counted_tokens, routers_of
 
         routers = routers_of(model_chunks)
-        totals = [int(router.last_metrics[2]) for router in routers if router.last_metrics is not None]
+        totals = counted_tokens(routers)
         expected = args.global_batch_size * args.seq_length
         # Padding, where there is any, is not counted; a token counted twice would exceed the batch.
         full = args.moe_router_topk < args.num_experts

@@ -147,6 +147,19 @@ def update(routers: Sequence[QuantileBalancingRouter]) -> None:
         router.qb_counts.zero_()
 
 
+def counted_tokens(routers: Sequence[QuantileBalancingRouter]) -> list[int]:
+    """Tokens of the global batch that each router counted: in the last update, or so far in a step without one yet.
+
+    Called on all ranks of the counting group; waits for the device.
+    """
+    if not routers:
+        return []
+    pending = torch.stack([router.qb_counts[0, :-1].sum() for router in routers])
+    dist.all_reduce(pending, group=routers[0].count_group)
+    updated = [0 if router.last_metrics is None else int(router.last_metrics[2]) for router in routers]
+    return [new or old for new, old in zip(pending.tolist(), updated, strict=True)]
+
+
 def clear(routers: Sequence[QuantileBalancingRouter]) -> None:
     """Forget the counts of a step whose optimizer update was skipped (an overflow): its batch is not balanced on."""
     for router in routers:
