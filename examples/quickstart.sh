@@ -126,7 +126,7 @@ train() {
         fail "training ended early: see the lines above, and $log"
     }
 }
-SHOWN='k3_plugins|^(why|For correctness)|[┏┡│└]| iteration +[0-9]+/|validation loss|(saving|saved|loaded) checkpoint|number of parameters on'
+SHOWN='^k3_plugins|^(why|For correctness)|[┏┃┡│└]| iteration +[0-9]+/|validation loss|(saving|saved|loaded) checkpoint|number of parameters on'
 
 say "3/5 training: $TRAIN_ITERS iterations on $PROCESSES process(es), a checkpoint at iteration $RESUME_FROM"
 rm -rf "$RUN/checkpoints" "$RUN/tensorboard" "$RUN/resumed"
