@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan, cached_blocks, naive_blocks  # noqa: E402
+from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan, cached_blocks, naive_blocks
 
 LAYOUTS = [(4, 4, 8), (16, 4, 8), (4, 2, 1), (2, 4, 2), (8, 4, 1)]
 MODES = ("off", "received", "on")
@@ -35,8 +35,8 @@ def count(layouts: list[tuple[int, int, int]]) -> None:
         assert rows["received"] == cached_blocks(pipeline, virtual, blocks) + pipeline - 1
         ratios = [rows["off"] / rows[mode] for mode in ("received", "on")]
         print(
-            f"{f'{pipeline},{virtual},{blocks}':>10} {chunks - 1:>5} {rows['off']:>9} {rows['received']:>9} {rows['on']:>7}"
-            f" {ratios[0]:>9.2f}x {ratios[1]:>8.2f}x"
+            f"{f'{pipeline},{virtual},{blocks}':>10} {chunks - 1:>5} {rows['off']:>9} {rows['received']:>9}"
+            f" {rows['on']:>7} {ratios[0]:>9.2f}x {ratios[1]:>8.2f}x"
         )
     print("rows of [s, b, d] per micro-batch and direction, summed over all hops; 'received' is the paper's scheme")
 
@@ -77,8 +77,8 @@ def measure(layouts: list[tuple[int, int, int]]) -> None:
             payload = sum(rows) * row * pipeline
             headers = sum(header_length(number) for number in rows) * 8 * pipeline
             print(
-                f"{pipeline},{virtual},{blocks} cache {mode}: {sum(sent.values()) // 2} bytes per direction in one step of"
-                f" {pipeline} micro-batches, as counted ({payload} payload + {headers} headers)"
+                f"{pipeline},{virtual},{blocks} cache {mode}: {sum(sent.values()) // 2} bytes per direction in one step"
+                f" of {pipeline} micro-batches, as counted ({payload} payload + {headers} headers)"
             )
 
 

@@ -298,9 +298,7 @@ def test_a_name_with_two_owners_is_refused(third_party, activate, capsys):
     assert "k3_plugins.transformer.kda.feature" in text and "k3-installed-toy 2.5" in text
 
 
-def test_a_plug_in_against_the_protocol_names_its_distribution(
-    third_party, activate, monkeypatch, capsys
-):
+def test_a_plug_in_against_the_protocol_names_its_distribution(third_party, activate, monkeypatch, capsys):
     import k3_installed_toy
 
     monkeypatch.delattr(k3_installed_toy.Toy, "witness")

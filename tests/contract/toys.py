@@ -31,7 +31,8 @@ TINY_GPT = """
     --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer
     --vocab-size 63 --make-vocab-size-divisible-by 64 --transformer-impl local --no-gradient-accumulation-fusion
     --no-persist-layer-norm --no-masked-softmax-fusion --use-cpu-initialization --disable-bias-linear
-    --attention-dropout 0 --hidden-dropout 0 --eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5 --ckpt-format torch_dist
+    --attention-dropout 0 --hidden-dropout 0
+    --eval-iters 1 --eval-interval 100 --log-interval 1 --split 90,5,5 --ckpt-format torch_dist
     """.split()
 """Flags of the smallest GPT that Megatron trains on the CPU."""
 
@@ -115,7 +116,7 @@ def rank_main(target: str, arguments: list[str]) -> None:
     """What a rank of :func:`run_ranks` executes. TOY_WITHOUT names a rank that is started without the plug-ins."""
     from tests.harness.launch import run_target
 
-    sys.path.insert(0, str(TOYS))
+    sys.path.insert(1, str(TOYS))  # the launch door replaces entry 0
     if os.environ.get("TOY_WITHOUT") == os.environ["RANK"]:
         position = arguments.index("--k3-plugins")
         arguments = [a for i, a in enumerate(arguments) if i not in (position, position + 1)]

@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
         rows = read_source_weights(iteration_directory(options.checkpoint))
         if not any(any(row) for _, row in rows):
             raise ValueError(
-                f"{options.checkpoint} was saved before any source weight was measured; train at least until metrics are"
-                " written (--tensorboard-log-interval)"
+                f"{options.checkpoint} was saved before any source weight was measured; train at least until metrics"
+                " are written (--tensorboard-log-interval)"
             )
         draw(rows, options.output)
     except (OSError, ValueError, RuntimeError) as error:
