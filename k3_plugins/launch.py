@@ -40,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path[0] = os.path.dirname(os.path.abspath(script))
     activate(arguments, door="k3_plugins.launch")
     with explained_exit(arguments):
-        runpy.run_path(script, run_name="__main__")
+        # The absolute path, because that is a script's __file__ under python; its sys.argv[0] becomes absolute too.
+        runpy.run_path(os.path.abspath(script), run_name="__main__")
     return 0
 
 
