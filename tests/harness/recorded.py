@@ -27,7 +27,13 @@ def record(directory: str, digest: bool, target: str) -> None:
     """Arrange that Megatron's training loop writes the records when `target` runs it."""
     path = Path(directory) / f"rank{os.environ.get('RANK', '0')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    after_import("megatron.core.datasets.gpt_dataset", _fewer_mock_documents)
     hook_training(target, functools.partial(_wrap, path=path, digest=digest))
+
+
+def _fewer_mock_documents(module: ModuleType) -> None:
+    # Megatron's 100 000 mock documents are indexed anew by every run, which takes longer than a test trains.
+    module.MockGPTLowLevelDataset.size = int(os.environ.get("K3_TEST_MOCK_DOCUMENTS", "500"))
 
 
 def hook_training(target: str, install: Callable[[ModuleType], None]) -> None:

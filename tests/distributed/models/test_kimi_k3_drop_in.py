@@ -15,9 +15,7 @@ def test_the_spec_alone_builds_the_same_model(tmp_path):
         del stock[at : at + 2]
     spec = "--multi-latent-attention --spec k3_plugins.models.kimi_k3.layer_specs gpt --kv-channels 16".split()
     words = [*stock, *spec, *TRAINING, *CPU, *STEPS.split()]
-    # as many mock documents as Megatron makes by itself, which the door leaves alone
-    env = {"K3_TEST_MOCK_DOCUMENTS": "100000"}
-    launch("tests.harness.stock_gpt", words, records=tmp_path / "drop-in", env=env)
+    launch("tests.harness.stock_gpt", words, records=tmp_path / "drop-in")
     launch(DOOR, flags(STEPS, "--kv-channels 16"), records=tmp_path / "door")
     drop_in, door = losses.read(tmp_path / "drop-in"), losses.read(tmp_path / "door")
     assert len(door) == 3
