@@ -188,13 +188,13 @@ def kda_cp(
     Raises:
         ValueError: arguments that do not fit. KDABackendError: a named backend that cannot run here.
     """
-    if dist.get_world_size(group) == 1:
+    lengths = slice_lengths(v.shape[1], lengths, group)
+    if len(lengths) == 1:
         options = {"scale": scale, "cu_seqlens": cu_seqlens, "gate_lower_bound": gate_lower_bound}
         return kda(q, k, v, g, beta, backend=backend, **options)[0]
     chosen, _ = resolve_backend(backend, q.device, v.dtype)
     if chosen == "naive":
         raise KDABackendError("KDA backend 'naive' has no context parallelism: use 'torch' or 'fla'")
-    lengths = slice_lengths(v.shape[1], lengths, group)
     options = {"scale": scale, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
     x = check_inputs(q, k, v, g, beta, **options, gate_lower_bound=gate_lower_bound, sequence_parts=None)
     bounds = _global_bounds(cu_seqlens, lengths, v.shape[0])
@@ -275,9 +275,9 @@ def short_conv_cp(
     Returns:
         [B, T, D]
     """
-    if dist.get_world_size(group) == 1:
-        return short_conv(x, weight, cu_seqlens=cu_seqlens, activation=activation)
     lengths = slice_lengths(x.shape[1], lengths, group)
+    if len(lengths) == 1:
+        return short_conv(x, weight, cu_seqlens=cu_seqlens, activation=activation)
     bounds = _global_bounds(cu_seqlens, lengths, x.shape[0])
     rank = dist.get_rank(group)
     places, spans, offset = [], [], 0
@@ -314,7 +314,7 @@ def _zigzag_rows(bounds: tuple[tuple[int, int], ...], size: int) -> list[Tensor]
     return [torch.cat(r) if r else torch.zeros(0, dtype=torch.long) for r in rows]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)  # the layers of one step share theirs; the tables are as long as the row
 def _layout_exchange(
     bounds: tuple[tuple[int, int], ...], size: int, rank: int, to_contiguous: bool, device: torch.device
 ) -> tuple[_Exchange, Tensor]:

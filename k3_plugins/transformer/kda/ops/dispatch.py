@@ -24,13 +24,6 @@ class KDABackendError(RuntimeError):
     """A backend was asked for by name and cannot run here."""
 
 
-def _reason_against(name: str, device: torch.device, dtype: torch.dtype | None) -> str | None:
-    """Why a backend cannot run on this device, or None if it can."""
-    if name != "fla":
-        return None
-    return fla_backend.reason_against(device, dtype)
-
-
 def resolve_backend(
     name: str, device: torch.device | str, dtype: torch.dtype | None = None
 ) -> tuple[str, dict[str, str]]:
@@ -46,22 +39,17 @@ def resolve_backend(
         ValueError: unknown name. KDABackendError: a named backend cannot run here, with the reason.
     """
     device = torch.device(device)
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"unknown KDA backend {name!r}: choose auto, {', '.join(BACKENDS)}")
+    against_fla = fla_backend.reason_against(device, dtype)
+    if name == "fla" and against_fla is not None:
+        raise KDABackendError(f"KDA backend 'fla' cannot run: {against_fla}")
     if name != "auto":
-        if name not in BACKENDS:
-            raise ValueError(f"unknown KDA backend {name!r}: choose auto, {', '.join(BACKENDS)}")
-        reason = _reason_against(name, device, dtype)
-        if reason is not None:
-            raise KDABackendError(f"KDA backend {name!r} cannot run: {reason}")
         return name, {}
-    rejected: dict[str, str] = {}
-    for candidate in BACKENDS:
-        reason = _reason_against(candidate, device, dtype)
-        if reason is None:
-            if candidate != "naive":
-                rejected["naive"] = "the token-by-token oracle: slow, chosen by name only"
-            return candidate, rejected
-        rejected[candidate] = reason
-    raise AssertionError("the naive backend has no reason against it")
+    rejected = {"naive": "the token-by-token oracle: slow, chosen by name only"}
+    if against_fla is not None:
+        return "torch", {"fla": against_fla, **rejected}
+    return "fla", {"torch": "runs anywhere, but fla's kernels are made for this device", **rejected}
 
 
 def _announce(chosen: str, device: torch.device, rejected: dict[str, str]) -> None:

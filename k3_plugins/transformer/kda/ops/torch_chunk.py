@@ -44,22 +44,24 @@ def _states_of(x: KDAInputs, states: Tensor | None, group: Group) -> States:
 
 
 def forward(
-    x: KDAInputs, plan: ChunkPlan, blocking: Blocking, part_states: Tensor | None = None
+    x: KDAInputs, plan: ChunkPlan, blocking: Blocking, part_states: Tensor | None = None, *, save: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The whole forward.
 
     Args:
         part_states: [B, P, HV, K, V] at the parts' starts; the initial state or zeros if None.
+        save: whether a backward will follow.
     Returns:
         o [B, T, HV, V]; the final states [B or N, HV, K, V] or None; and what the backward needs, the states at the
-        segments' starts [segments, B, P, HV, K, V].
+        segments' starts [segments, B, P, HV, K, V] (none if not `save`).
     """
     b, _, heads, width = x.v.shape
     key = x.k.shape[-1]
     segments = plan.segments(blocking.segment)
     packed = x.bounds is not None
     o = x.v.new_empty(x.v.shape) if plan.rows is None else x.v.new_zeros(x.v.shape)
-    saved = x.zero_state(len(segments) * b * plan.parts).view(len(segments), b, plan.parts, heads, key, width)
+    kept = len(segments) if save else 0
+    saved = x.v.new_empty(kept, b, plan.parts, heads, key, width, dtype=x.compute_dtype)
     final = None
     if x.output_final_state:
         final = x.zero_state(len(x.bounds) if packed else b)
@@ -75,7 +77,8 @@ def forward(
         elif x.initial_state is not None and not packed:
             state[:, 0] = x.initial_state[:, hs]
         for s, chunks in enumerate(segments):
-            saved[s, :, :, hs] = state
+            if save:
+                saved[s, :, :, hs] = state
             seg = load(x, plan, chunks, group)
             out = forward_segment(seg, state.flatten(0, 2), x.scale, initial, finals)
             scatter(out.unflatten(0, (-1, *seg.lanes)), o, plan, chunks, hs)
@@ -213,6 +216,23 @@ def scan_gradients(d_states: Tensor, maps: Tensor, end: Tensor) -> Tensor:
     return torch.stack(ends[::-1])
 
 
+def _run(
+    x: KDAInputs, parts: int, *, save: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, ChunkPlan, Blocking]:
+    """The forward in so many parts: o, final state, saved states, the parts' maps [B, P, HV, K, K], and the cutting."""
+    plan = make_plan(x.v.shape[1], x.bounds, parts, x.v.device)
+    blocking = Blocking.choose(x, plan)
+    part_states = maps = None
+    if parts > 1:
+        summary = summarize(x, plan, blocking)
+        start = x.zero_state(x.v.shape[0])
+        if x.initial_state is not None and x.bounds is None:
+            start.copy_(x.initial_state)
+        part_states = scan_states(summary.transpose(0, 1), start).transpose(0, 1)
+        maps = summary[..., x.v.shape[-1] :].contiguous()
+    return *forward(x, plan, blocking, part_states, save=save), maps, plan, blocking
+
+
 class _ChunkKDA(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -226,20 +246,9 @@ class _ChunkKDA(torch.autograd.Function):
         x: KDAInputs,
         parts: int,
     ) -> tuple[Tensor, Tensor | None]:
-        plan = make_plan(v.shape[1], x.bounds, parts, v.device)
-        blocking = Blocking.choose(x, plan)
-        part_states = maps = None
-        if parts > 1:
-            summary = summarize(x, plan, blocking)
-            start = x.zero_state(v.shape[0])
-            if initial_state is not None and x.bounds is None:
-                start.copy_(initial_state)
-            part_states = scan_states(summary.transpose(0, 1), start).transpose(0, 1)
-            maps = summary[..., v.shape[-1] :].contiguous()
-        o, final, saved = forward(x, plan, blocking, part_states)
+        o, final, saved, maps, ctx.plan, ctx.blocking = _run(x, parts, save=True)
         ctx.save_for_backward(q, k, v, g, beta, initial_state, saved, maps)
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.blocking = plan, blocking
         ctx.call = x.without_tensors()
         return o, final
 
@@ -296,4 +305,7 @@ def kda_torch(inputs: KDAInputs) -> tuple[Tensor, Tensor | None]:
     if parts is None:
         parts = choose_parts(chunks, x.v.shape[0] * x.v.shape[2], _device_width(x.v.device))
     parts = max(1, min(parts, chunks))
-    return _ChunkKDA.apply(x.q, x.k, x.v, x.g, x.beta, x.initial_state, x, parts)
+    tensors = (x.q, x.k, x.v, x.g, x.beta, x.initial_state)
+    if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors):
+        return _run(x, parts, save=False)[:2]
+    return _ChunkKDA.apply(*tensors, x, parts)
