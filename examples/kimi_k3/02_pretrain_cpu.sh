@@ -30,4 +30,4 @@ launch \
     "${LOG_ARGS[@]}" \
     "${PLATFORM_ARGS[@]}" \
     "$@"
-echo "picture and summary: $RUN/tensorboard/loss.png, $RUN/tensorboard/summary.json"
+report

@@ -34,4 +34,4 @@ launch \
     "${CHECKPOINT_ARGS[@]}" \
     "${LOG_ARGS[@]}" \
     "$@"
-echo "picture and summary: $RUN/tensorboard/loss.png, $RUN/tensorboard/summary.json"
+report

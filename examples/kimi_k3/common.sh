@@ -92,3 +92,11 @@ launch() {
     fi
     "$K3_PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m k3_plugins.pretrain_gpt "$@"
 }
+
+# The picture and the summary of the run so far, resumed parts included. (Megatron writes its event files on the last rank:
+# on several machines they may lie on another one.)
+report() {
+    if compgen -G "$RUN/tensorboard/*tfevents*" >/dev/null; then
+        "$K3_PYTHON" -m k3_plugins.report "$RUN"
+    fi
+}
