@@ -238,6 +238,8 @@ def from_megatron(place: Place, name: str, box: Tensor, spelling: Spelling) -> T
         box = box.to(getattr(torch, dtype))
     shape = spelling.shapes.get(entry)
     if shape is None:
+        if place.entry.form == "heads" and not spelling.prefix:
+            return box.reshape(1, 1, -1, 1)  # as Kimi-Linear is published; K3 (with its prefix) has one axis
         return box.reshape(place.hf_shape(tuple(box.shape)))
     if place.entry.form == "heads" and prod(shape) > box.numel():
         box = torch.cat([box, box.new_zeros(prod(shape) - box.numel())])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"features that this versi
 CONVERT = "k3_plugins.models.kimi_k3.convert"
 
 # The same weights by another order of operations, fp32.
-STEPS = 5e-5
+STEPS = 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,13 @@ def test_generation_equals_the_whole_forward(case):
     assert len(set(found["kda_bytes"])) == 1
     # Every named tensor is part of the model: each has a gradient.
     assert all(bool(torch.isfinite(gradient).all()) for gradient in ours["gradients"].values())
-    idle = [name for name, gradient in ours["gradients"].items() if not gradient.any() and ".experts." not in name]
+    # Experts may get no token, and the first aggregation has one source only, hence no choice and no gradient.
+    without = (".experts.", "layers.0.self_attention_res_")
+    idle = [
+        name
+        for name, gradient in ours["gradients"].items()
+        if not gradient.any() and not any(part in name for part in without)
+    ]
     assert idle == []
 
 
