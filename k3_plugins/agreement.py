@@ -74,11 +74,10 @@ def _judge(store: Any, world_size: int, timeout: float) -> tuple[str, int]:
     contents: dict[str, Mapping[str, Any]] = {}
     absent: list[int] = []
     for rank in range(world_size):
-        try:
-            value = json.loads(_get(store, _POSTED.format(rank), max(0.1, deadline - time.monotonic())))
-        except Exception:  # a timeout; its type differs between stores
+        if not _arrived(store, _POSTED.format(rank), deadline):
             absent.append(rank)
             continue
+        value = json.loads(store.get(_POSTED.format(rank)))
         key = digest(value)
         groups.setdefault(key, []).append(rank)
         contents[key] = value
@@ -125,6 +124,17 @@ def ranks_text(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {text or 'none'}"
 
 
+def _arrived(store: Any, key: str, deadline: float) -> bool:
+    """Wait for a key until the deadline; afterwards only look, so that many absent ranks do not add up."""
+    seconds = deadline - time.monotonic()
+    if seconds > 0:
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+        except Exception:  # a timeout; its type differs between stores
+            return False
+    return store.check([key])
+
+
 def _get(store: Any, key: str, seconds: float) -> str:
     store.wait([key], timedelta(seconds=seconds))
     return store.get(key).decode()
@@ -161,9 +171,19 @@ class AbortChannel:
         """Tell the other ranks, and wait until they heard it (or some seconds, if they cannot)."""
         self.stop()
         news = json.dumps({"rank": self._rank, "message": message, "code": code})
-        self._watched.compare_set(_ABORT, "", news)
+        try:
+            self._watched.compare_set(_ABORT, "", news)
+            self._heard()
+        except Exception as error:
+            # Rank 0 may hold the store and leaves last of those who heard. If it is gone for another reason, the
+            # others lose their connections to it as well.
+            print(f"k3_plugins: the rendezvous store has closed ({type(error).__name__})", file=sys.stderr, flush=True)
+
+    def _heard(self) -> None:
+        """Count this rank; rank 0, whose process may hold the store, and the bringer wait for the rest."""
         self._watched.add(_HEARD, 1)
-        _wait_for_count(self._watched, _HEARD, self._world_size, _PARTING_SECONDS)
+        if self._stop.is_set() or self._rank == 0:
+            _wait_for_count(self._watched, _HEARD, self._world_size, _PARTING_SECONDS)
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval):
@@ -171,10 +191,12 @@ class AbortChannel:
                 if not self._watched.check([_ABORT]):
                     continue
                 news = json.loads(self._watched.get(_ABORT).decode())
-                self._watched.add(_HEARD, 1)
             except Exception as error:
                 print(f"k3_plugins: the rendezvous store is gone ({error}); watching ends", file=sys.stderr, flush=True)
                 return
             print(f"{PREFIX}rank {news['rank']}: {news['message']}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(news["code"])
+            try:
+                self._heard()
+            finally:
+                os._exit(news["code"])

@@ -32,7 +32,7 @@ from k3_plugins.arguments import (
     parse_control,
 )
 from k3_plugins.compat.megatron import find_megatron, fingerprint_file
-from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail
+from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail, place_of
 from k3_plugins.feature import Feature, FeatureError
 from k3_plugins.patching import PatchError, PatchManager
 from k3_plugins.patching.fingerprint import FingerprintStore
@@ -145,7 +145,7 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
     """The manager for the engine's patches and those of the features, and the version of the Megatron found.
 
     Raises:
-        FeatureError: if there is no Megatron.
+        FeatureError: if there is no Megatron, or a feature cannot list its patches.
         PatchError: if the patches contradict each other.
     """
     from k3_plugins.engine import ENGINE_PATCHES, FIRST_STEP
@@ -159,9 +159,14 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
     store = FingerprintStore.read(fingerprint_file(found.version))
     patches = [patch for patch in ENGINE_PATCHES if patch is not FIRST_STEP]
     for feature in features:
-        patches += feature.patches()
-        if hasattr(feature, "fingerprints"):
-            store = store.merged(FingerprintStore.read(feature.fingerprints()))
+        try:
+            patches += feature.patches()
+            if hasattr(feature, "fingerprints"):
+                store = store.merged(FingerprintStore.read(feature.fingerprints()))
+        except Exception as error:  # a third party's code; whatever it raises, its feature cannot be had
+            raise FeatureError(
+                f"feature {feature.name!r} cannot list its patches: {type(error).__name__}: {error} ({place_of(error)})"
+            ) from error
     # The outermost hand on train_step: witnesses are asked after everything that features do around a step.
     patches.append(FIRST_STEP)
     return PatchManager(patches, store, allow_drift), found.version

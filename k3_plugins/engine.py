@@ -19,7 +19,7 @@ from k3_plugins import activation_report, manifest
 from k3_plugins.activation import Activation, current
 from k3_plugins.agreement import AbortChannel, Disagreement, compare
 from k3_plugins.arguments import config_from_args, described_model, extend_parser
-from k3_plugins.failure import fail
+from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchError, PatchKind
 from k3_plugins.training.throughput import add_tokens_per_second
@@ -47,10 +47,8 @@ def argument_errors(where: str, kinds: tuple[type[Exception], ...] = (Exception,
     except (FeatureError, PatchError) as error:
         _end(str(error))
     except kinds as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = str(error) or f"{type(error).__name__} at `{frame.line}`"
-        place = f"{os.path.join(*frame.filename.split(os.sep)[-3:])}:{frame.lineno}"
-        _end(f"{where} does not accept these arguments: {text} ({place}). Change the flags named there.")
+        text = str(error) or f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+        _end(f"{where} does not accept these arguments: {text} ({place_of(error)}). Change the flags named there.")
 
 
 def _end(message: str, code: int = 2) -> NoReturn:
@@ -213,8 +211,13 @@ def _end_set_up(activation: Activation, error: Exception) -> None:
     if isinstance(error, (AssertionError, ValueError)):
         traceback.print_exception(error)
         _end(f"the model cannot be set up with these arguments: {text}; the traceback above shows where")
+    _tell_the_others(activation, f"set-up failed: {text}")
+
+
+def _tell_the_others(activation: Activation, message: str) -> None:
+    """This rank is about to end with a traceback; the others must not wait for it in a collective."""
     if activation.abort_channel is not None:
-        activation.abort_channel.publish(f"set-up failed: {text}", code=1)
+        activation.abort_channel.publish(message, code=1)
 
 
 def _report_once(activation: Activation) -> None:
@@ -233,10 +236,16 @@ def _report_once(activation: Activation) -> None:
 def _first_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train_step(forward_step_func: Any, data_iterator: Any, model: Any, *arguments: Any, **keywords: Any) -> Any:
-        result = original(forward_step_func, data_iterator, model, *arguments, **keywords)
         activation = _activation()
+        if activation.witnesses:
+            return original(forward_step_func, data_iterator, model, *arguments, **keywords)
+        try:
+            result = original(forward_step_func, data_iterator, model, *arguments, **keywords)
+        except Exception as error:
+            _tell_the_others(activation, f"the first training step failed: {type(error).__name__}: {error}")
+            raise
         should_exit = result[3]
-        if not activation.witnesses and not should_exit:
+        if not should_exit:
             activation.witnesses = hear_witnesses(activation, model)
         return result
 

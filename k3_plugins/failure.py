@@ -7,10 +7,17 @@ communication library, can hang for ever when the peers are gone, and the exit c
 
 import os
 import sys
+import traceback
 from typing import NoReturn
 
 EXIT_BAD_ARGUMENTS = 2
 PREFIX = "k3_plugins: error: "
+
+
+def place_of(error: BaseException) -> str:
+    """Where an exception was raised: the end of the path and the line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.join(*frame.filename.split(os.sep)[-3:])}:{frame.lineno}"
 
 
 def fail(message: str, *, code: int = EXIT_BAD_ARGUMENTS, at_once: bool = False) -> NoReturn:

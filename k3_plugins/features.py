@@ -14,6 +14,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from k3_plugins.failure import place_of
 from k3_plugins.feature import Feature, FeatureError, verify
 
 ENTRY_POINT_GROUP = "k3_plugins.features"
@@ -195,7 +196,8 @@ def load(entry: FeatureEntry) -> Feature:
             else "run python -m k3_plugins.doctor for what is missing"
         )
         raise FeatureError(
-            f"feature {entry.name!r} from {entry.origin} cannot be loaded: {type(error).__name__}: {error}; {advice}"
+            f"feature {entry.name!r} from {entry.origin} cannot be loaded: {type(error).__name__}: {error} "
+            f"({place_of(error)}); {advice}"
         ) from error
     verify(feature, registered_as=entry.name, origin=entry.origin)
     return feature
