@@ -5,6 +5,7 @@
 
 import ctypes
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -38,7 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    # The outermost wrapper: the count stands below every other summary, beside the verdict.
+    yield
     skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
     if skipped:
         terminalreporter.write_line(f"gpu: {skipped} tests NOT run: {NO_GPU}", yellow=True)
