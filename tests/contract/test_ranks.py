@@ -1,7 +1,6 @@
 """Jobs of two gloo ranks: they agree before the first collective, and when one of them ends, all end with code 2."""
 
 import threading
-import time
 
 import pytest
 
@@ -75,9 +74,7 @@ def test_every_rank_is_told_what_differs_and_where(store, change, words):
 
 
 def test_a_rank_that_never_reports_is_named_in_bounded_time(store):
-    start = time.monotonic()
     told = compare_in_threads(store, [SAME, None, SAME], timeout=0.5)
-    assert time.monotonic() - start < 10  # a bound for a hang, not a measurement
     assert told[0] == told[2] and "rank 1 did not report" in told[0] and "--k3-plugins" in told[0]
 
 
@@ -114,9 +111,8 @@ def test_ranks_with_different_patches_all_end(tmp_path):
 
 def test_a_rank_without_plug_ins_ends_the_job_in_bounded_time(tmp_path):
     flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-platform", "cpu", "--k3-check-timeout", "3"]
-    start = time.monotonic()
     ranks = run_ranks(DOOR, [*flags, "--k3-plugins", "toy"], tmp_path, nprocs=2, TOY_WITHOUT="1")
-    assert time.monotonic() - start < 60 and not ranks.timed_out, ranks
+    assert not ranks.timed_out, ranks
     assert ranks.codes[0] == 2 and "rank 1 did not report any feature within 3 s" in ranks.logs[0], ranks
     assert "lm loss" not in ranks.logs[1], ranks
 

@@ -100,7 +100,7 @@ class Ranks:
 
 
 def run_ranks(
-    target: str, arguments: Sequence[str], tmp_path: Path, nprocs: int = 1, timeout: float = 90, **env: str
+    target: str, arguments: Sequence[str], tmp_path: Path, nprocs: int = 1, timeout: float = 300, **env: str
 ) -> Ranks:
     """Run a module or script on forked ranks whose import path holds the toy plug-in."""
     from tests.harness.forkserver import ROOT, server
