@@ -50,6 +50,8 @@ class Measurement:
     length: int
     mode: str
     seconds: float
+    cpu_seconds: float
+    """of all threads; what a busy machine distorts least, with --threads 1 (waiting threads spin)"""
     tokens_per_second: float
     peak_extra_bytes: int
     runs: int
@@ -135,16 +137,19 @@ def measure(name: str, operator: Operator, inputs: list[Tensor], mode: str, pati
                 return operator(*inputs)
         return torch.autograd.grad(operator(*inputs), inputs, weights)
 
-    start = time.perf_counter()
-    peak = peak_extra(run)
-    first = time.perf_counter() - start
-    times = [first]
-    while sum(times) < patience and len(times) < 20:
-        start = time.perf_counter()
-        run()
+    peak = 0
+    times: list[float] = []
+    cpu_times: list[float] = []
+    while not times or (sum(times) < patience and len(times) < 20):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        if times:
+            run()
+        else:
+            peak = peak_extra(run)
         times.append(time.perf_counter() - start)
+        cpu_times.append(time.process_time() - cpu_start)
     length = inputs[0].shape[1]
-    return Measurement(name, length, mode, min(times), length / min(times), peak, len(times))
+    return Measurement(name, length, mode, min(times), min(cpu_times), length / min(times), peak, len(times))
 
 
 def machine() -> dict[str, object]:
@@ -172,12 +177,13 @@ def machine() -> dict[str, object]:
 
 def ratios(results: list[Measurement]) -> dict[str, float]:
     """Our tokens per second over each peer's, and how time grows with the length."""
-    speed = {(r.name, r.length, r.mode): r.tokens_per_second for r in results}
+    by_key = {(r.name, r.length, r.mode): r for r in results}
     out = {}
-    for (name, length, mode), value in speed.items():
-        ours = speed.get(("ours_torch", length, mode))
+    for (name, length, mode), peer in by_key.items():
+        ours = by_key.get(("ours_torch", length, mode))
         if name != "ours_torch" and ours:
-            out[f"ours / {name}, T={length}, {mode}"] = ours / value
+            out[f"ours / {name}, T={length}, {mode}"] = peer.seconds / ours.seconds
+            out[f"ours / {name}, T={length}, {mode}, CPU time"] = peer.cpu_seconds / ours.cpu_seconds
     seconds = {r.length: r.seconds for r in results if r.name == "ours_torch" and r.mode == "fwd+bwd"}
     if 4096 in seconds and 16384 in seconds:
         out["ours, time(16384) / time(4096), fwd+bwd"] = seconds[16384] / seconds[4096]
@@ -250,7 +256,7 @@ def main() -> None:
         return
     print()
     for name, value in report["ratios"].items():
-        print(f"{name:<60} {value:>8.1f}x")
+        print(f"{name:<70} {value:>8.1f}x")
     for entry in report["skipped"]:
         at = f" at T={entry['length']}" if "length" in entry else ""
         print(f"not measured: {entry['name']}{at}: {entry['reason']}")
