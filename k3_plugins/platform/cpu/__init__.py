@@ -11,6 +11,7 @@ correctness and small runs. The parts, in the order they are installed:
     packages               CUDA-only packages count as not installed
     processes              helper processes end with their rank
     megatron               repairs of Megatron's modules, applied when each is imported
+    checkpoint_tracker     a kill while the tracker file is written leaves the old one (one of those repairs)
     distributed_optimizer  resume of the distributed optimizer with torch's Adam (one of those repairs)
 
 `.cuda()` and `.cpu()` return the tensor itself, they do not copy: code that is tested for moving data must

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from k3_plugins.failure import fail
-from k3_plugins.platform.cpu import distributed_optimizer
+from k3_plugins.platform.cpu import checkpoint_tracker, distributed_optimizer
 from k3_plugins.platform.cpu.import_hook import after_import
 
 
@@ -17,6 +17,7 @@ def install() -> None:
     after_import("megatron.training.initialize", _no_warm_up)
     after_import("megatron.training.arguments", _no_sensors)
     after_import("megatron.core.datasets.utils", _no_recompilation)
+    after_import("megatron.training.checkpointing", checkpoint_tracker.repair)
     after_import("megatron.core.optimizer.distrib_optimizer", distributed_optimizer.repair)
     after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _forked_results_queue)
 

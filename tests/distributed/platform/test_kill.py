@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -45,6 +46,11 @@ def die_in_second_save():
         from megatron.core.dist_checkpointing import serialization
 
         serialization.save_config = die_instead(serialization.save_config)
+    elif point == "writing the tracker":
+        from k3_plugins.platform.cpu import checkpoint_tracker
+
+        # Written, not yet in its place. The data files are synchronised by the real os.
+        checkpoint_tracker.os = SimpleNamespace(**{**vars(os), "fsync": die_instead(os.fsync)})
     else:
         assert point == "before the tracker"
         from megatron.training import checkpointing
@@ -101,7 +107,13 @@ def test_under_torchrun(tmp_path, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "point"),
-    [(1, "writing the data"), (0, "writing the data"), (0, "after the data"), (0, "before the tracker")],
+    [
+        (1, "writing the data"),
+        (0, "writing the data"),
+        (0, "after the data"),
+        (0, "before the tracker"),
+        (0, "writing the tracker"),
+    ],
 )
 def test_without_torchrun(tmp_path, uninterrupted, rank, point):
     """Nobody ends the other rank: it must find out by itself, and say so."""
@@ -110,5 +122,7 @@ def test_without_torchrun(tmp_path, uninterrupted, rank, point):
     job = launch(TARGET, flags, nprocs=2, env=environment(rank, point), check=False)
     assert job.rc == 1, job.tail()  # the survivor's own exit code, not the server's kill after its grace
     assert "killed at" in job.logs[rank]
+    if point == "writing the tracker":
+        assert list(checkpoint.glob("latest_checkpointed_iteration.txt.*.tmp")), "killed too early or too late"
     assert "Connection closed by peer" in job.logs[1 - rank] or "Connection reset by peer" in job.logs[1 - rank]
     resume(checkpoint, uninterrupted, tmp_path / "records")
