@@ -95,7 +95,7 @@ def test_every_layout_equals_one_process(nprocs):
     from k3_plugins.pipeline_parallel.attnres_payload.wire import header_length
 
     cases = TWO if nprocs == 2 else FOUR
-    ranks = spawn(sweep, nprocs, cases, timeout=240)
+    ranks = spawn(sweep, nprocs, cases, timeout=600)
     for index, words in enumerate(cases):
         reports = [rank[index] for rank in ranks]
         got, expected = reports[-1]["losses"]

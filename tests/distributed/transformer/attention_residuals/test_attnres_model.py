@@ -91,7 +91,7 @@ def compare_with_literal(rank, world_size):
 
 
 def test_model_equals_the_literal_equations():
-    (report,) = spawn(compare_with_literal, 1)
+    (report,) = spawn(compare_with_literal, 1, timeout=600)
     for key, (forward, backward) in report.items():
         assert forward <= EXACT and backward <= 10 * EXACT, (key, forward, backward)
 
@@ -138,7 +138,7 @@ def saved_bytes(rank, world_size, block):
 def test_saved_activations_are_those_of_a_standard_layer_plus_the_scalars(block):
     from k3_plugins.transformer.attention_residuals.config import num_blocks, sources_per_sublayer
 
-    (result,) = spawn(saved_bytes, 1, block)
+    (result,) = spawn(saved_bytes, 1, block, timeout=600)
     tokens, width, item = 2 * 6, 16, 8
     for layers in (4, 6):
         scalars = sum(map(sum, sources_per_sublayer(layers, block))) + num_blocks(layers, block) + 1
