@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"features that this versi
 
 CONVERT = "k3_plugins.models.kimi_k3.convert"
 
-# The same weights by another order of operations, fp32.
-STEPS = 1e-4
+# fp64, but for the router, which computes its scores in fp32 whatever the model's precision; measured 6e-7.
+STEPS = 1e-5
 
 
 @pytest.fixture(scope="module")

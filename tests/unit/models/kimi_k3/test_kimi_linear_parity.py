@@ -19,8 +19,8 @@ CONVERT = "k3_plugins.models.kimi_k3.convert"
 LOGITS = 1e-4
 # Largest error over largest entry of a gradient; measured about 1e-5. The contract is 1e-3.
 GRADIENTS = 1e-3
-# The same weights by another order of operations (chunks, steps): rounding of fp32 through 8 layers.
-STEPS = 1e-4
+# fp64, but for the router, which computes its scores in fp32 whatever the model's precision; measured 6e-7.
+STEPS = 1e-5
 
 
 @pytest.fixture(scope="module", params=SEEDS)
@@ -69,7 +69,8 @@ def test_state_is_bounded(case):
     """KDA's state is the same size after every token; MLA's grows by the latent alone, whatever the heads."""
     found = case[3]["generation"]
     assert len(set(found["kda_bytes"])) == 1
-    per_token = len(oracle.FULL) * 2 * (oracle.SIZES["kv_lora_rank"] + oracle.SIZES["qk_rope_head_dim"]) * 4  # batch 2
+    width = oracle.SIZES["kv_lora_rank"] + oracle.SIZES["qk_rope_head_dim"]
+    per_token = len(oracle.FULL) * 2 * width * 8  # batch 2, fp64
     assert found["latent_bytes"] == [per_token * (i + 1) for i in range(len(found["latent_bytes"]))]
 
 
