@@ -150,7 +150,6 @@ class AbortChannel:
     """Ends all ranks with one message when one of them fails during set-up."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self._store = store
         self._watched = store.clone()  # its own connection: a store call in the main thread may block for long
         self._rank = rank
         self._world_size = world_size

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import json
 import sys
-import weakref
 from pathlib import Path
 
 
 def main() -> None:
     source, target, out = sys.argv[1:]
+    from torch.multiprocessing.reductions import StorageWeakRef
+
     from k3_plugins.models.kimi_k3 import import_hf
     from k3_plugins.models.kimi_k3.safetensors_files import Weights
 
-    read, live, seen = Weights.read, {}, {"peak": 0, "largest": 0, "total": 0}
+    read, storages, seen = Weights.read, [], {"peak": 0, "largest": 0, "total": 0}
 
     def counted(self, name):
         tensor = read(self, name)
         size = tensor.numel() * tensor.element_size()
-        # The storage lives as long as any view of the tensor does.
-        live[id(tensor.untyped_storage())] = size
-        weakref.finalize(tensor, live.pop, id(tensor.untyped_storage()), None)
-        seen["peak"] = max(seen["peak"], sum(live.values()))
+        # A storage lives as long as any view of the tensor does.
+        storages.append((StorageWeakRef(tensor.untyped_storage()), size))
+        storages[:] = [(storage, held) for storage, held in storages if not storage.expired()]
+        seen["peak"] = max(seen["peak"], sum(held for _, held in storages))
         seen["largest"] = max(seen["largest"], size)
         seen["total"] += size
         return tensor
