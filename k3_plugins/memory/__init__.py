@@ -1,0 +1,1 @@
+"""Where tensors live: moving them between device memory, host memory and disks."""
