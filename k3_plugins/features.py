@@ -78,6 +78,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "expert parallelism in which every rank computes the same number of tokens",
         "k3_plugins/transformer/moe/moonep",
     ),
+    FeatureEntry(
+        "qk-clip",
+        "k3_plugins.optimizer.qk_clip.feature",
+        "attention heads whose logits exceed a threshold are scaled back to it",
+        "k3_plugins/optimizer/qk_clip",
+    ),
 )
 
 

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
+from k3_plugins.transformer.logit_maxima import LogitMaxima, largest_logits
+
 
 def gather_sequence(x: Tensor, cp_group: ProcessGroup) -> Tensor:
     """All-gather Megatron's zigzag shards and put them in sequence order; gradients are summed and scattered back.
@@ -40,11 +42,18 @@ def gather_sequence(x: Tensor, cp_group: ProcessGroup) -> Tensor:
     return torch.cat([slices[i] for i in order])
 
 
+def zigzag_slices(local_length: int, cp_rank: int, cp_size: int) -> list[tuple[int, int]]:
+    """(first position, length) of each run of consecutive tokens that a rank holds."""
+    if cp_size == 1:
+        return [(0, local_length)]
+    half = local_length // 2
+    return [(cp_rank * half, half), ((2 * cp_size - 1 - cp_rank) * half, half)]
+
+
 def zigzag_positions(local_length: int, cp_rank: int, cp_size: int, device: torch.device) -> Tensor:
     """``[s]`` position in the whole sequence of each local token of Megatron's zigzag layout."""
-    half = local_length // 2
-    within = torch.arange(half, device=device)
-    return torch.cat([within + cp_rank * half, within + (2 * cp_size - 1 - cp_rank) * half])
+    slices = zigzag_slices(local_length, cp_rank, cp_size)
+    return torch.cat([torch.arange(first, first + length, device=device) for first, length in slices])
 
 
 def causal_attention(
@@ -177,6 +186,7 @@ class CausalCoreAttention(MegatronModule):
         self.cp_group = (pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])).cp
         self.softmax_scale = softmax_scale or config.kv_channels**-0.5
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.logit_maxima: LogitMaxima | None = None  # set by whoever wants the largest logits
 
     def forward(
         self,
@@ -201,6 +211,7 @@ class CausalCoreAttention(MegatronModule):
             dropout_p=self.dropout_p if self.training else 0.0,
             packed_seq_params=packed_seq_params,
             cp_group=self.cp_group,
+            maxima=self.logit_maxima if self.training else None,
         ).to(query.dtype)
         out = out.flatten(2)
         return out.squeeze(1) if packed else out
@@ -215,6 +226,7 @@ def self_attention_core(
     dropout_p: float,
     packed_seq_params: PackedSeqParams | None,
     cp_group: ProcessGroup,
+    maxima: LogitMaxima | None = None,
 ) -> Tensor:
     """``causal_attention`` with Megatron's sequence description, process group and dropout generator.
 
@@ -222,10 +234,15 @@ def self_attention_core(
         query: ``[s, b, n, k]`` local queries.
         key: ``[S, b, m, k]`` keys of the whole sequence in order.
         value: ``[S, b, m, v]``.
+        maxima: takes the largest logit of every head, where given.
 
     Returns:
         ``[s, b, n, v]`` in at least fp32.
     """
+    cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+    if maxima is not None:
+        slices = zigzag_slices(query.shape[0], cp_group.rank(), cp_group.size())
+        maxima.update(largest_logits(query, key, scale=scale, slices=slices, cu_seqlens=cu_seqlens))
 
     def run() -> Tensor:
         return causal_attention(
@@ -233,7 +250,7 @@ def self_attention_core(
             key,
             value,
             scale=scale,
-            cu_seqlens=None if packed_seq_params is None else packed_seq_params.cu_seqlens_q,
+            cu_seqlens=cu_seqlens,
             cp_rank=cp_group.rank(),
             cp_size=cp_group.size(),
             dropout_p=dropout_p,

@@ -11,14 +11,16 @@ values.
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.harness.recorded import hook_training, record
+from tests.harness.recorded import before_training, hook_training, record
 
 
 def main() -> None:
@@ -26,32 +28,27 @@ def main() -> None:
     perturb = rest[0] == "--perturb"
     if perturb:
         rest = rest[1:]
-    hook_training(rest[0], lambda module: _wrap(module, Path(directory), perturb))
+    watch = functools.partial(_watch, directory=Path(directory), perturb=perturb)
+    hook_training(rest[0], lambda module: before_training(module, watch))
     record(directory, digest=False, target=rest[0])
     sys.argv = rest
     runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
 
 
-def _wrap(module, directory: Path, perturb: bool) -> None:
-    get_megatron_optimizer = module.get_megatron_optimizer
+def _watch(arguments: dict[str, Any], directory: Path, perturb: bool) -> None:
+    model, optimizer = arguments["model"], arguments["optimizer"]
+    if perturb:
+        _perturb(model)
+        optimizer.reload_model_params()
+    step, done = optimizer.step, []
 
-    def watched_get_megatron_optimizer(config, model, *args, **kwargs):
-        optimizer = get_megatron_optimizer(config, model, *args, **kwargs)
-        if perturb:
-            _perturb(model)
-            optimizer.reload_model_params()
-        step, done = optimizer.step, []
+    def step_after_dump(*step_args, **step_kwargs):
+        if not done:
+            done.append(True)
+            _dump(model, directory / f"grads{os.environ.get('RANK', '0')}.pt")
+        return step(*step_args, **step_kwargs)
 
-        def step_after_dump(*step_args, **step_kwargs):
-            if not done:
-                done.append(True)
-                _dump(model, directory / f"grads{os.environ.get('RANK', '0')}.pt")
-            return step(*step_args, **step_kwargs)
-
-        optimizer.step = step_after_dump
-        return optimizer
-
-    module.get_megatron_optimizer = watched_get_megatron_optimizer
+    optimizer.step = step_after_dump
 
 
 def _perturb(model) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from k3_plugins.platform.cpu.import_hook import after_import
 
@@ -58,16 +60,29 @@ def hook_training(target: str, install: Callable[[ModuleType], None]) -> None:
     bootstrap.activate = activate_then_hook
 
 
-def _wrap(module, path: Path, digest: bool) -> None:
-    # The plug-in patches the loop's functions and refuses a second hand on them. training_log's first calls are to
-    # getters that nobody patches: its arguments are read from there.
-    model = []
-    get_megatron_optimizer, get_one_logger = module.get_megatron_optimizer, module.get_one_logger
+def before_training(module: ModuleType, action: Callable[[dict[str, Any]], None]) -> None:
+    """Call `action` with the arguments of Megatron's `train` by name, when model, optimizer and data are ready.
 
-    @functools.wraps(get_megatron_optimizer)
-    def seen_get_megatron_optimizer(config, model_chunks, *args, **kwargs):
-        model[:] = model_chunks
-        return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+    The plug-in patches the functions around it and refuses a second hand on them; nobody patches `train`.
+    """
+    train = module.train
+    signature = inspect.signature(train)
+
+    @functools.wraps(train)
+    def watched_train(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        action(bound.arguments)
+        return train(*bound.args, **bound.kwargs)
+
+    module.train = watched_train
+
+
+def _wrap(module, path: Path, digest: bool) -> None:
+    # training_log is patched by the plug-in, but its first calls are to getters that nobody patches: its arguments are
+    # read from there.
+    model = []
+    before_training(module, lambda arguments: model.extend(arguments["model"]))
+    get_one_logger = module.get_one_logger
 
     @functools.wraps(get_one_logger)
     def recorded_get_one_logger():
@@ -85,7 +100,6 @@ def _wrap(module, path: Path, digest: bool) -> None:
                 f.write(json.dumps(line) + "\n")
         return get_one_logger()
 
-    module.get_megatron_optimizer = seen_get_megatron_optimizer
     module.get_one_logger = recorded_get_one_logger
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from k3_plugins.transformer.core_attention import gather_sequence, self_attention_core
 from k3_plugins.transformer.gated_mla.config import GatedMLAConfig
+from k3_plugins.transformer.logit_maxima import LogitMaxima
 from k3_plugins.transformer.norm import RMSNorm
 from k3_plugins.transformer.tensor_parallel import ReplicatedLinear, enter_region, local_column_linear
 
@@ -58,6 +59,7 @@ class GatedMLASelfAttention(MegatronModule):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.tp_group, self.cp_group = self.pg_collection.tp, self.pg_collection.cp
         self.forward_calls = 0
+        self.logit_maxima: LogitMaxima | None = None  # set by whoever wants the largest logits
         self.generation_cache: Any = None  # a LatentCache (generation.py) while text is generated
 
         heads, tp = config.num_attention_heads, self.tp_group.size()
@@ -139,6 +141,7 @@ class GatedMLASelfAttention(MegatronModule):
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             packed_seq_params=packed_seq_params,
             cp_group=self.cp_group,
+            maxima=self.logit_maxima if self.training else None,
         ).flatten(2)
         return self.linear_proj(self.gate(out, x).to(hidden_states.dtype))[0], None
 

@@ -1,0 +1,101 @@
+"""Where QK-clip enters Megatron's training: the optimizer, the core attention's configuration, the metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3_plugins.optimizer.qk_clip.clip import QKClip
+
+MAXIMUM = "k3/qk-max"
+CLIPPED = "k3/qk-clipped-heads"
+
+
+class _Runtime:
+    """The clip of the model in training, for the witness and the metrics."""
+
+    clip: QKClip | None = None
+
+
+RUNTIME = _Runtime()
+
+
+def wrap_get_megatron_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for megatron.core.optimizer:get_megatron_optimizer."""
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        from k3_plugins.optimizer.qk_clip.clip import QKClip, attach
+
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        options = get_args()
+        RUNTIME.clip = QKClip(model_chunks, options.qk_clip_threshold, options.qk_clip_alpha, group)
+        _require_attention(RUNTIME.clip)
+        attach(RUNTIME.clip, optimizer)
+        return optimizer
+
+    return get_megatron_optimizer
+
+
+def _require_attention(clip: QKClip) -> None:
+    """A pipeline stage may have KDA layers only; the whole model may not."""
+    import torch
+
+    # on the group's device: NCCL takes no CPU tensors
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    count = torch.tensor(len(clip.attentions), device=device)
+    torch.distributed.all_reduce(count)
+    if not count:
+        raise ValueError(
+            "qk-clip: the model has no softmax attention whose logits could be clipped (KDA layers have none); drop"
+            " qk-clip from --k3-plugins"
+        )
+
+
+def wrap_transformer_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for core_transformer_config_from_args: Transformer Engine's core must be built to return maxima."""
+
+    @functools.wraps(original)
+    def core_transformer_config_from_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        config = original(args, *rest, **kwargs)
+        if args.transformer_impl == "transformer_engine":
+            config.log_max_attention_logit = True
+        return config
+
+    return core_transformer_config_from_args
+
+
+def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for megatron.training.training:training_log: the model's largest logit of the last step."""
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        _write(iteration)
+        return result
+
+    return training_log
+
+
+def _write(iteration: int) -> None:
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    clip = RUNTIME.clip
+    if clip is None or iteration % get_args().tensorboard_log_interval:
+        return
+    largest, clipped = clip.summary()  # a collective: on every rank
+    values = {MAXIMUM: largest, CLIPPED: clipped}
+    if (writer := get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if (wandb := get_wandb_writer()) is not None:
+        wandb.log(values, iteration)
