@@ -17,6 +17,7 @@ def install() -> None:
     after_import("megatron.training.initialize", _no_warm_up)
     after_import("megatron.training.arguments", _no_sensors)
     after_import("megatron.core.datasets.utils", _no_recompilation)
+    after_import("megatron.core.tensor_parallel.random", _no_fp8_question)
     after_import("megatron.training.checkpointing", checkpoint_tracker.repair)
     after_import("megatron.core.optimizer.distrib_optimizer", distributed_optimizer.repair)
     after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _forked_results_queue)
@@ -51,6 +52,19 @@ def _no_recompilation(module: ModuleType) -> None:
             original(*args, **kwargs)
 
     module.compile_helpers = compile_helpers
+
+
+def _no_fp8_question(module: ModuleType) -> None:
+    # --recompute-modules layernorm (and moe_act): CheckpointWithoutOutput asks Transformer Engine whether fp8 is on
+    # unless fp8 is None, and its default is False: a NameError where Transformer Engine is not installed.
+    checkpoint = module.CheckpointWithoutOutput
+    original = checkpoint.__init__
+
+    @functools.wraps(original)
+    def __init__(self, fp8: object = None) -> None:
+        original(self, fp8 or None)
+
+    checkpoint.__init__ = __init__
 
 
 def _no_sensors(module: ModuleType) -> None:
