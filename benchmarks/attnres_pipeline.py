@@ -1,6 +1,6 @@
 """Pipeline traffic of Block Attention Residuals: what a token costs per hop, with and without the cache.
 
-    python benchmarks/attnres_pipeline.py [P,V,N ...] [--measure]
+    python benchmarks/attnres_pipeline.py [P,V,N ...] [--measure] [--json]
 
 (P, V, N): pipeline ranks, virtual stages per rank, blocks of layers per chunk. Counting needs no process; --measure
 also starts P processes on the CPU for the layouts with P <= 4, trains one step through Megatron's interleaved schedule
@@ -8,6 +8,7 @@ and compares the bytes that were sent with the count. A standard residual stream
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -24,19 +25,28 @@ def plan(pipeline: int, virtual: int, blocks: int, mode: str, block_size: int = 
     return PipelinePlan(pipeline, (blocks * block_size,) * (pipeline * virtual), block_size, mode)
 
 
-def count(layouts: list[tuple[int, int, int]]) -> None:
-    """Print the table of row counts and ratios."""
-    print(f"{'P,V,N':>10} {'hops':>5} {'no cache':>9} {'received':>9} {'on':>7} {'ratio rec.':>10} {'ratio on':>9}")
+def count(layouts: list[tuple[int, int, int]]) -> list[dict]:
+    """Rows of [s, b, d] per micro-batch and direction, summed over all hops, in every mode."""
+    counted = []
     for pipeline, virtual, blocks in layouts:
         chunks = pipeline * virtual
         rows = {mode: sum(plan(pipeline, virtual, blocks, mode).rows_per_hop()) for mode in MODES}
         # the paper counts blocks without the embedding
         assert rows["off"] == naive_blocks(chunks, blocks) + chunks - 1
         assert rows["received"] == cached_blocks(pipeline, virtual, blocks) + pipeline - 1
-        ratios = [rows["off"] / rows[mode] for mode in ("received", "on")]
+        ratios = {mode: rows["off"] / rows[mode] for mode in ("received", "on")}
+        counted.append({"layout": [pipeline, virtual, blocks], "hops": chunks - 1, "rows": rows, "ratio": ratios})
+    return counted
+
+
+def table(counted: list[dict]) -> None:
+    """The counts for people."""
+    print(f"{'P,V,N':>10} {'hops':>5} {'no cache':>9} {'received':>9} {'on':>7} {'ratio rec.':>10} {'ratio on':>9}")
+    for line in counted:
+        rows, ratio = line["rows"], line["ratio"]
         print(
-            f"{f'{pipeline},{virtual},{blocks}':>10} {chunks - 1:>5} {rows['off']:>9} {rows['received']:>9}"
-            f" {rows['on']:>7} {ratios[0]:>9.2f}x {ratios[1]:>8.2f}x"
+            f"{','.join(map(str, line['layout'])):>10} {line['hops']:>5} {rows['off']:>9} {rows['received']:>9}"
+            f" {rows['on']:>7} {ratio['received']:>9.2f}x {ratio['on']:>8.2f}x"
         )
     print("rows of [s, b, d] per micro-batch and direction, summed over all hops; 'received' is the paper's scheme")
 
@@ -56,13 +66,14 @@ def one_step(rank: int, world_size: int, pipeline: int, virtual: int, blocks: in
     return dict(machinery.traffic.bytes)
 
 
-def measure(layouts: list[tuple[int, int, int]]) -> None:
-    """Run the layouts that fit and compare."""
+def measure(layouts: list[tuple[int, int, int]]) -> list[dict]:
+    """Run the layouts that fit and compare every hop with the count."""
     from k3_plugins.pipeline_parallel.attnres_payload.wire import header_length
     from tests.distributed.pipeline_parallel.attnres.models import HIDDEN, SEQUENCE
     from tests.harness.spawn import spawn
 
     row = SEQUENCE * 2 * HIDDEN * 8
+    measured = []
     for pipeline, virtual, blocks in layouts:
         if pipeline > 4 or virtual < 2:
             continue
@@ -74,12 +85,16 @@ def measure(layouts: list[tuple[int, int, int]]) -> None:
             for hop, number in enumerate(rows):
                 size = pipeline * (number * row + header_length(number) * 8)
                 assert sent["forward", hop] == sent["backward", hop] == size, (pipeline, virtual, blocks, mode, hop)
-            payload = sum(rows) * row * pipeline
-            headers = sum(header_length(number) for number in rows) * 8 * pipeline
-            print(
-                f"{pipeline},{virtual},{blocks} cache {mode}: {sum(sent.values()) // 2} bytes per direction in one step"
-                f" of {pipeline} micro-batches, as counted ({payload} payload + {headers} headers)"
+            measured.append(
+                {
+                    "layout": [pipeline, virtual, blocks],
+                    "cache": mode,
+                    "bytes_per_direction": sum(sent.values()) // 2,
+                    "payload": sum(rows) * row * pipeline,
+                    "headers": sum(header_length(number) for number in rows) * 8 * pipeline,
+                }
             )
+    return measured
 
 
 def main() -> int:
@@ -87,11 +102,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layouts", nargs="*", help="P,V,N", type=lambda text: tuple(map(int, text.split(","))))
     parser.add_argument("--measure", action="store_true", help="also run layouts with P <= 4 and V >= 2 on the CPU")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()
     layouts = options.layouts or LAYOUTS
-    count(layouts)
-    if options.measure:
-        measure(layouts)
+    report = {"counted": count(layouts), "measured": measure(layouts) if options.measure else []}
+    if options.json:
+        print(json.dumps(report, indent=2))
+        return 0
+    table(report["counted"])
+    for line in report["measured"]:
+        print(
+            f"{','.join(map(str, line['layout']))} cache {line['cache']}: {line['bytes_per_direction']} bytes per"
+            f" direction in one step of {line['layout'][0]} micro-batches, as counted ({line['payload']} payload +"
+            f" {line['headers']} headers)"
+        )
     return 0
 
 

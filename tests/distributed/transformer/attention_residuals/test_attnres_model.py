@@ -90,10 +90,48 @@ def compare_with_literal(rank, world_size):
     return report
 
 
-def test_model_equals_the_literal_equations():
-    (report,) = spawn(compare_with_literal, 1, timeout=600)
+def decay_and_tags():
+    """Weight-decay factor of every parameter by Megatron's own grouping; the SP tags of an aggregation."""
+    from megatron.core.optimizer import OptimizerConfig, _get_param_groups, get_standard_config_overrides
+    from megatron.core.transformer import TransformerConfig
+
+    from k3_plugins.transformer.attention_residuals.aggregator import AttentionResidual
+    from tests.distributed.pipeline_parallel.attnres import models
+
+    chunks = models.build(models.Case(pipeline=1, virtual=None, layers=3, block=2))
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1)
+    names = {parameter: name for name, parameter in chunks[0].named_parameters()}
+    groups = _get_param_groups(chunks, config, get_standard_config_overrides(config))
+    decay = {names[parameter]: group["wd_mult"] for group in groups for parameter in group["params"]}
+    tags = {}
+    for parallel in (False, True):
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=8,
+            num_attention_heads=2,
+            tensor_model_parallel_size=2,
+            sequence_parallel=parallel,
+            use_cpu_initialization=True,
+        )
+        parameters = AttentionResidual(config, 3).named_parameters()
+        tags[parallel] = {name: parameter.sequence_parallel for name, parameter in parameters}
+    return decay, tags
+
+
+def everything(rank, world_size):
+    return compare_with_literal(rank, world_size), *decay_and_tags()
+
+
+def test_model_equals_the_literal_equations_and_its_parameters_are_marked():
+    ((report, decay, tags),) = spawn(everything, 1, timeout=600)
     for key, (forward, backward) in report.items():
-        assert forward <= EXACT and backward <= 10 * EXACT, (key, forward, backward)
+        assert forward <= EXACT and backward <= EXACT, (key, forward, backward)
+
+    ours = {name: factor for name, factor in decay.items() if "_res." in name}
+    assert len(ours) == 2 * (2 * 3 + 1) and set(ours.values()) == {0.0}
+    assert decay["decoder.layers.0.mlp.linear_fc1.weight"] == 1.0
+    # Megatron all-reduces the gradients of marked parameters over TP, as those of sequence-parallel norms
+    assert tags == {on: {"query": on, "key_norm_weight": on} for on in (False, True)}
 
 
 def saved_bytes(rank, world_size, block):
