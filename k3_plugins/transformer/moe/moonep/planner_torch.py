@@ -107,13 +107,17 @@ class _Filler:
 
     def run(self) -> Tensor:
         """Tokens that leave home, ``[V, R, E]`` by receiving rank and expert."""
-        flags = {name: self._flag(name) for name in ("no_dip", "forced", "from_all", "largest", "top")}
+        flags = {name: self._flag(name) for name in ("no_dip", "forced", "from_all", "largest", "top", "joint")}
+        smallest_gap = self._flag("smallest_gap")
+        never = torch.iinfo(torch.int64).min
         for _ in range(self.R - 1):
-            order = torch.where(self.spare < 0, -self.spare * self.R + self.ranks, -1)
-            rank = order.argmax(1, keepdim=True)
+            order = -self.spare * self.R + self.ranks
+            if smallest_gap is not None:
+                order = torch.where(smallest_gap, -order, order)
+            rank = torch.where(self.spare < 0, order, never).argmax(1, keepdim=True)
             gap = (-self.spare.gather(1, rank)).clamp(min=0)  # 0: this variant is done
             self.open &= (self.ranks != rank) | (gap == 0)
-            amounts = self._choose(gap, **flags)
+            amounts = self._choose(gap, rank, **flags)
             self.keys -= amounts * self.E
             self.spare -= amounts.view(self.V, self.R, self.m).sum(2)
             self.spare.scatter_add_(1, rank, gap)
@@ -123,13 +127,15 @@ class _Filler:
     def _choose(
         self,
         gap: Tensor,
+        rank: Tensor,
         no_dip: Tensor | None,
         forced: Tensor | None,
         from_all: Tensor | None,
         largest: Tensor | None,
         top: Tensor | None,
+        joint: Tensor | None,
     ) -> Tensor:
-        """Tokens of every expert that fill ``gap`` [V, 1]; ``[V, E]``, all zero where the gap is."""
+        """Tokens of every expert that fill ``gap`` [V, 1] of ``rank``; ``[V, E]``, all zero where the gap is."""
         E = self.E
         donors = self.spare > 0
         if from_all is not None:
@@ -149,6 +155,9 @@ class _Filler:
         if no_dip is not None:
             spread, possible = self._spread(fewest, gap)
             chosen = torch.where(no_dip & (fewest > 1) & possible, spread, chosen)
+        if joint is not None:
+            share, possible = self._joint(pool, held, absent, fewest, gap, rank)
+            chosen = torch.where(joint & (fewest > 1) & possible, share, chosen)
         chosen = torch.where(fewest == 1, self._single(offered, gap, largest), chosen)
         if forced is not None:
             reach = held.gather(1, (self.P - 1).clamp(min=0)) >= gap
@@ -199,6 +208,28 @@ class _Filler:
         last = (place <= E - fewest) & (pool >= need * E) & (pool >= E)
         first = last & (last.long().cumsum(1) == 1)
         return self._by_expert(pool, torch.where(is_top, pool // E, 0) + torch.where(first, need, 0))
+
+    def _joint(
+        self, pool: Tensor, held: Tensor, absent: Tensor, p: Tensor, gap: Tensor, rank: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's share when the largest experts are shared out in ``p`` rounds, and whether it fills the gap."""
+        E, R = self.E, self.R
+        enough = torch.where(p > 1, held.gather(1, (p - 2).clamp(min=0)), 0)
+        member = -self.spare > enough
+        group = member.sum(1, keepdim=True)
+        need = -self.spare
+        left, amount = gap, torch.zeros_like(pool)
+        for turn in range(self.m):
+            order = torch.where(member, need * R + self.ranks, torch.iinfo(torch.int64).min)
+            ahead = order.argsort(1, descending=True).argsort(1)
+            place = (E - 1 - turn * group - ahead).clamp(min=0)
+            size = torch.where(turn < p, pool.gather(1, place) // E, 0)
+            need = need - torch.where(member, size, 0)
+            mine = torch.minimum(size.gather(1, rank), left)
+            amount.scatter_add_(1, place.gather(1, rank), mine)
+            left = left - mine
+        possible = (group > 1) & (group * p <= E - absent) & (left == 0)
+        return self._by_expert(pool, amount), possible
 
     def _single(self, offered: Tensor, gap: Tensor, largest: Tensor | None) -> Tensor:
         """One expert that holds the whole gap."""

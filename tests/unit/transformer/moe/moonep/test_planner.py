@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3_plugins.transformer.moe.moonep import planner, planner_torch
+from k3_plugins.transformer.moe.moonep import planner, planner_core, planner_torch
 from k3_plugins.transformer.moe.moonep.loads import SHAPES, tight
 from k3_plugins.transformer.moe.moonep.planner_reference import alias_plan, redundancy, solve_exactly
 
@@ -126,6 +126,56 @@ def test_maximum_is_optimal_and_total_near_at_length() -> None:
     assert ours <= 1.05 * best, (ours, best)
 
 
+def _bound(counts: np.ndarray) -> int:
+    """A maximum that no plan can undercut: even with the largest experts the largest gap needs so many pieces."""
+    ranks, num_experts = counts.shape
+    loads = counts.sum(0)
+    wanted = planner.targets(int(loads.sum()), ranks)
+    gap = max(w - int(have) for w, have in zip(wanted, loads.reshape(ranks, -1).sum(1), strict=True))
+    return 0 if gap <= 0 else int((np.cumsum(np.sort(loads)[::-1]) < gap).sum()) + 1
+
+
+@pytest.mark.slow
+def test_maximum_is_optimal_on_many_of_64_experts() -> None:
+    """At the bound there is nothing to prove; above it HiGHS must."""
+    rng, above = np.random.default_rng(8), 0
+    for _ in range(3000):
+        counts = adversarial(rng, 64, 8)
+        plan = check(counts)
+        if plan.max_redundant > _bound(counts):
+            above += 1
+            optimum = solve_exactly(counts, seconds=120, total=False).max_redundant
+            assert optimum in (plan.max_redundant, None), (optimum, counts.sum(0).tolist())
+    print(f"{above} above the bound")
+    assert above >= 10
+
+
+# Few ranks with nothing, at the bound: only an even division of the largest experts among them is good enough. HiGHS
+# proved the optimum; rules that fill one rank after the other miss it by one. `0x8` is a rank of empty experts.
+HARD = (
+    (3, "4 2 4 3 1 3 2 2 0x8 7 4 6 2 3 2 3 2 0x8 0x8 3 3 5 4 6 1 5 2 8 4 3 6 4 4 0 4 3 4 1 4 1 3 4 4"),
+    (
+        5,
+        "0x8 142 126 183 172 199 163 152 130 154 154 184 177 153 163 125 139 170 153 201 181 144 182 194 192 159 132 "
+        "175 167 168 204 157 170 0x8 162 160 217 157 194 222 180 177 166 138 155 201 130 154 160 162",
+    ),
+    (
+        5,
+        "162 151 186 159 195 167 166 176 166 160 178 177 219 157 211 178 152 179 163 158 174 175 173 160 153 211 215 "
+        "188 171 145 133 150 112 184 202 136 161 140 184 193 0x8 0x8 138 121 142 147 184 149 129 170",
+    ),
+)
+
+
+@pytest.mark.parametrize("optimum,loads", HARD)
+def test_several_empty_ranks_share_the_largest_experts(optimum: int, loads: str) -> None:
+    values = np.array([int(v) for v in loads.replace("0x8", "0 " * 8).split()])
+    counts = np.zeros((8, 64), dtype=np.int64)
+    counts[3] = values
+    assert check(counts).max_redundant == optimum
+    assert planner_torch.plan(torch.from_numpy(counts)).to_host().max_redundant == optimum
+
+
 def test_never_worse_than_the_alias_method() -> None:
     rng = np.random.default_rng(5)
     for i in range(80):
@@ -144,7 +194,7 @@ def test_torch_makes_the_same_plan() -> None:
 
 
 def test_the_same_plan_in_another_process() -> None:
-    """Every rank plans for itself: the plan may not depend on hash seeds or on thread counts."""
+    """Every rank plans for itself: the plan may not depend on hash seeds, thread counts or the compiler."""
     program = (
         "import numpy as np, hashlib\n"
         "from k3_plugins.transformer.moe.moonep.planner import plan\n"
@@ -158,12 +208,12 @@ def test_the_same_plan_in_another_process() -> None:
     runs = [
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed, "NUMBA_DISABLE_JIT": interpreted},
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        for seed, threads in (("1", "1"), ("2", "2"))
+        for seed, interpreted in (("1", "0"), ("2", "1"))
     ]
     assert runs[0] == runs[1]
 
@@ -184,7 +234,7 @@ def test_bad_counts_are_refused(counts: np.ndarray, words: str) -> None:
 
 def test_more_than_m_slots_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break the planner: a rule that needs too many pieces must raise, never be cut off."""
-    monkeypatch.setattr(planner._Filler, "run", lambda self: {(1, e): 1 for e in range(3)})
+    monkeypatch.setattr(planner_core, "fill", lambda *_: (3, 3))
     with pytest.raises(planner.PlanError, match="3 redundant experts, more than the 2 slots"):
         planner.plan(np.array([[4, 4, 0, 0], [0, 0, 0, 0]]))
 
