@@ -41,34 +41,53 @@ class MoonEP:
             )
         if args.moe_shared_expert_overlap:
             raise FeatureError("--moe-shared-expert-overlap belongs to Megatron's dispatchers; drop it.")
+        if args.overlap_moe_expert_parallel_comm:
+            raise FeatureError("--overlap-moe-expert-parallel-comm schedules Megatron's dispatchers; drop it.")
         if args.moe_expert_capacity_factor is not None:
             raise FeatureError("--moe-expert-capacity-factor drops tokens, moonep never does; drop it.")
         if (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) > 1:
             raise FeatureError("moonep does not cut experts: pass --expert-tensor-parallel-size 1.")
+        if config.moe_moonep_transport == "moonep":
+            self._check_package(args)
+
+    def _check_package(self, args: Namespace) -> None:
+        import torch
+
+        from k3_plugins.transformer.moe.moonep import package
+
+        try:
+            package.load()
+            dtype = torch.bfloat16 if args.bf16 else torch.float32
+            package.check_widths(args.moe_latent_size or args.hidden_size, args.moe_ffn_hidden_size, dtype)
+        except package.PackageError as error:
+            raise FeatureError(str(error)) from error
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
-        """Every layer computed exactly as many rows as this rank sent in (with padding, at most as many)."""
+        """Every layer computed exactly this rank's share of the group's rows: S*K where there is no padding."""
         from megatron.core.transformer.moe.moe_layer import MoELayer
         from megatron.core.utils import unwrap_model
 
         from k3_plugins.transformer.moe.moonep.layer import is_balanced
 
         layers = [m for chunk in unwrap_model(model_chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
-        reports = [layer.report for layer in layers if is_balanced(layer) and layer.report is not None]
+        balanced = [layer for layer in layers if is_balanced(layer) and layer.report is not None]
+        reports = [layer.report for layer in balanced]
         rows = [int(report.rows) for report in reports]
-        buffers = [report.buffer_rows for report in reports]
+        shares = [int(report.share) for report in reports]
+        sent = [report.sent for report in reports]
         slots = max((int(report.slots) for report in reports), default=0)
-        exact = all(r == b for r, b in zip(rows, buffers, strict=True))
-        fits = all(r <= b for r, b in zip(rows, buffers, strict=True))
+        transports = sorted({layer.moonep_config.moe_moonep_transport for layer in balanced})
         return Witness(
-            summary=f"{len(reports)} balanced MoE layers, rows {min(rows, default=0)} to {max(rows, default=0)} "
-            f"{'= S*K on every layer' if exact else '(padding was left out)'}, up to {slots} slots used",
-            ok=len(reports) == len(layers) and fits,
+            summary=f"{len(reports)} balanced MoE layers, transport {' '.join(transports) or 'none'}, rows "
+            f"{min(rows, default=0)} to {max(rows, default=0)} "
+            f"{'= S*K on every layer' if rows == sent else '(padding was left out)'}, up to {slots} slots used",
+            ok=len(reports) == len(layers) and rows == shares,
             details={
                 "layers": len(reports),
                 "moe_layers": len(layers),
                 "rows": rows,
-                "buffers": buffers,
+                "shares": shares,
+                "sent": sent,
                 "slots": slots,
             },
         )

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -18,37 +19,50 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from k3_plugins.transformer.moe.experts import GroupedExperts
-from k3_plugins.transformer.moe.moonep.balanced import Report, balanced_experts
+from k3_plugins.transformer.moe.moonep.balanced import Flight
 from k3_plugins.transformer.moe.moonep.config import MoonEPConfig
+from k3_plugins.transformer.moe.moonep.exchange import CollectiveExchange, Exchange, Report
 from k3_plugins.transformer.moe.moonep.transport import AllToAll
 
 
 class MoonEPDispatcher(MoETokenDispatcher):
-    """Turns Megatron's routing map into choices; the rows move inside `balanced_experts`.
+    """Megatron's dispatcher interface over a `Flight`.
 
     Letters: T tokens, E experts, k choices, l width.
+
+    Args:
+        exchange: over the expert-parallel group.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, exchange: Exchange) -> None:
         super().__init__(config, pg_collection)
-        self.transport = AllToAll(self.ep_group)
+        self.exchange = exchange
         self.hidden_shape: torch.Size | None = None
         self.experts: Tensor | None = None
+        self.flight: Flight | None = None
 
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """``[s, b, l]``, bool ``[T, E]`` and ``[T, E]`` to rows ``[T, l]`` and weights ``[T, k]``."""
-        self.hidden_shape = tokens.shape
+    @torch.no_grad()
+    def depart(self, routing_map: Tensor, experts: GroupedExperts, memory_efficient: bool) -> None:
+        """Turn a bool map ``[T, E]`` into choices and start to exchange counts and weights."""
         num_experts, k = routing_map.shape[1], self.config.moe_router_topk
         # Ascending expert ids; rows of the map without a choice (padding) give -1.
         falling = num_experts - torch.arange(num_experts, device=routing_map.device)
         ranked = torch.where(routing_map, falling, 0).topk(k, dim=1).values
         self.experts = torch.where(ranked > 0, num_experts - ranked, -1)
+        self.flight = Flight(self.exchange, experts.weight1, experts.weight2, experts.activation, memory_efficient)
+        self.flight.depart(self.experts, num_experts)
+
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """``[s, b, l]``, the map of `depart` and ``[T, E]`` to rows ``[T, l]`` and weights ``[T, k]``."""
+        del routing_map
+        self.hidden_shape = tokens.shape
         weights = probs.gather(1, self.experts.clamp(min=0))
-        return tokens.reshape(-1, tokens.shape[-1]), torch.where(self.experts >= 0, weights, 0)
+        weights = torch.where(self.experts >= 0, weights, 0)
+        return tokens.reshape(-1, tokens.shape[-1]), weights.to(torch.promote_types(weights.dtype, torch.float32))
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Nothing yet."""
-        return hidden_states, probs
+        """The rows set out; what comes back in their place is the token of `Flight.send`."""
+        return self.flight.send(hidden_states, probs), probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The choices take the place of token counts."""
@@ -68,7 +82,11 @@ class MoonEPDispatcher(MoETokenDispatcher):
 
 
 class _MoonEP:
-    """The mixin; see `balanced`."""
+    """The mixin; see `balanced`.
+
+    ``MoELayer.forward`` computes the shared experts first. Here they wait until the rows are on their way
+    (`routed_experts_compute`), and the counts set out before the latent projection (`preprocess`).
+    """
 
     def __init__(
         self,
@@ -89,30 +107,62 @@ class _MoonEP:
                 f"moonep computes stacked experts, not {type(self.experts).__name__}; pass --transformer-impl local."
             )
         self.moonep_config = moonep_config
-        self.token_dispatcher = MoonEPDispatcher(config, pg_collection)
+        exchange = _exchange(moonep_config, pg_collection.ep)
+        self.token_dispatcher = MoonEPDispatcher(config, pg_collection, exchange)
         self.report: Report | None = None
+        self._shared_input: Tensor | None = None
+        self._shared_output: Tensor | None = None
 
     def route(self, hidden_states: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The router's choices, without those of padding tokens (mask ``[s, b]``, True at padding)."""
+        """The router's choices, without those of padding tokens (mask ``[s, b]``, True at padding).
+
+        Raises:
+            ValueError: a mask, with a transport that must route every token.
+        """
         probs, routing_map = super().route(hidden_states, padding_mask)
         if padding_mask is not None:
+            if self.moonep_config.moe_moonep_transport == "moonep":
+                raise ValueError(
+                    "--moe-moonep-transport moonep routes every token, and this batch has padding; pass "
+                    "--moe-moonep-transport torch."
+                )
             routing_map = routing_map & ~padding_mask.reshape(-1, 1)
         return probs, routing_map
 
+    def shared_experts_compute(self, hidden_states: Tensor) -> None:
+        """Put off until the rows are on their way."""
+        self._shared_input = hidden_states
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """``MoELayer.preprocess`` (the latent projection) while counts and weights travel."""
+        self.token_dispatcher.depart(routing_map, self.experts, self.moonep_config.moe_moonep_memory_efficient)
+        return super().preprocess(hidden_states, probs, routing_map)
+
     def routed_experts_compute(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """``[T, l]`` and ``[T, k]`` to the combined ``[T, l]``."""
-        hidden_states, chosen, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
-        output, self.report = balanced_experts(
-            hidden_states,
-            probs.to(torch.promote_types(probs.dtype, torch.float32)),
-            chosen,
-            self.experts.weight1,
-            self.experts.weight2,
-            self.experts.activation,
-            self.token_dispatcher.transport,
-            self.moonep_config.moe_moonep_memory_efficient,
-        )
+        """The token of `MoonEPDispatcher.token_dispatch` to the combined ``[T, l]``; first the shared experts."""
+        del probs
+        self._shared_output = super().shared_experts_compute(self._shared_input)
+        self._shared_input = None
+        flight = self.token_dispatcher.flight
+        output = flight.finish(hidden_states)
+        self.report = flight.report
+        self.token_dispatcher.flight = None
         return output, None
+
+    def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        """``MoELayer.postprocess`` with the shared experts' output."""
+        del shared_expert_output
+        shared, self._shared_output = self._shared_output, None
+        return super().postprocess(output, shared)
+
+
+def _exchange(settings: MoonEPConfig, group: dist.ProcessGroup) -> Exchange:
+    """The exchange that ``--moe-moonep-transport`` names."""
+    if settings.moe_moonep_transport == "moonep":
+        from k3_plugins.transformer.moe.moonep.package import PackageExchange
+
+        return PackageExchange(group, settings.moe_moonep_overlap)
+    return CollectiveExchange(AllToAll(group, settings.moe_moonep_overlap))
 
 
 @functools.cache
@@ -140,6 +190,12 @@ def check_config(config: TransformerConfig) -> None:
         (config.expert_tensor_parallel_size > 1, "--expert-tensor-parallel-size must be 1"),
         (config.moe_expert_capacity_factor is not None, "--moe-expert-capacity-factor drops tokens; drop it"),
         (config.moe_shared_expert_overlap, "--moe-shared-expert-overlap belongs to Megatron's dispatchers; drop it"),
+        (
+            config.overlap_moe_expert_parallel_comm or config.overlap_dispatch_backward_with_experts_wgrad,
+            "--overlap-moe-expert-parallel-comm and its relatives split Megatron's layer in another place; drop them "
+            "(moonep overlaps by itself)",
+        ),
+        (config.cuda_graph_impl != "none", "--cuda-graph-impl must be none"),
         (config.add_bias_linear, "experts have no biases; pass --disable-bias-linear"),
         (config.moe_router_topk > config.num_moe_experts, "--moe-router-topk is more than --num-experts; lower it"),
     )

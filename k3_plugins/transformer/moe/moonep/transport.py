@@ -1,5 +1,8 @@
 """Moving rows and weights with equal-split all-to-alls only: every size is known on the host in advance.
 
+Every exchange is two all-to-alls in a row. The first one is started and returns at once (`Pending`), so that the caller
+can compute while it is under way; the second one follows when its data is asked for.
+
 Rows travel in two hops. A direct all-to-all would need the number of rows of every (source, destination) pair on the
 host, a wait for the device in every layer. Instead each source deals its rows, sorted by destination, round-robin to
 relay ranks (equal shares by construction), and each relay passes them on; a relay holds for one destination at most
@@ -17,6 +20,7 @@ most, w columns of a row, W parameters of one expert.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,31 +45,62 @@ class Route(NamedTuple):
     sizes: tuple[int, int, int]
 
 
+class Pending:
+    """A collective under way.
+
+    Args:
+        sent: what it reads, kept alive until then.
+        received: what it writes.
+        work: torch.distributed's handle; None if there was nothing to exchange.
+    """
+
+    def __init__(self, sent: Tensor, received: Tensor, work: dist.Work | None) -> None:
+        self._sent: Tensor | None = sent
+        self._received = received
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """What was received. On a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._sent = None
+        return self._received
+
+
 class AllToAll:
     """The exchange over one process group.
 
     Args:
         group: the expert-parallel group.
+        overlap: whether a started collective may still be under way when the call returns.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, overlap: bool = True) -> None:
         self.group = group
+        self.overlap = overlap
         self.ranks = group.size()
         self.me = group.rank()
 
-    def swap(self, blocks: Tensor) -> Tensor:
-        """``[R, ...]``: block r goes to rank r; returns the blocks from all ranks."""
-        if self.ranks == 1:
-            return blocks
-        received = torch.empty_like(blocks)
-        dist.all_to_all_single(received, blocks.contiguous(), group=self.group)
-        return received
+    def _start(self, collective: Callable[..., dist.Work], received: Tensor, sent: Tensor) -> Pending:
+        pending = Pending(sent, received, collective(received, sent, group=self.group, async_op=True))
+        if not self.overlap:
+            pending.wait()
+        return pending
 
-    def gather(self, row: Tensor) -> Tensor:
-        """``[w]`` of every rank, as ``[R, w]``."""
-        everywhere = row.new_empty(self.ranks * row.numel())
-        dist.all_gather_into_tensor(everywhere, row.contiguous(), group=self.group)
-        return everywhere.view(self.ranks, -1)
+    def start_swap(self, blocks: Tensor) -> Pending:
+        """``[R, ...]``: block r goes to rank r; the blocks from all ranks when it is done."""
+        if self.ranks == 1:
+            return Pending(blocks, blocks, None)
+        blocks = blocks.contiguous()
+        return self._start(dist.all_to_all_single, torch.empty_like(blocks), blocks)
+
+    def swap(self, blocks: Tensor) -> Tensor:
+        """`start_swap`, done."""
+        return self.start_swap(blocks).wait()
+
+    def start_gather(self, row: Tensor) -> Pending:
+        """``[w]`` of every rank, as ``[R w]`` when it is done."""
+        return self._start(dist.all_gather_into_tensor, row.new_empty(self.ranks * row.numel()), row.contiguous())
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
@@ -96,11 +131,16 @@ class AllToAll:
         sent = _scatter(arrived % (rows + 1), relay, ranks * onward, fill=rows).view(ranks, onward)
         return Route(out, relay, self.swap(sent).view(-1), (share, onward, rows))
 
-    def dispatch(self, values: Tensor, route: Route) -> Tensor:
-        """``[n, w]`` rows of pairs to the ``[C, w]`` rows that this rank computes; unused rows are zero."""
-        share, onward, rows = route.sizes
-        width = values.shape[1]
-        first = self.swap(_scatter(values, route.out, self.ranks * share).view(self.ranks, share, width))
+    def send(self, values: Tensor, route: Route) -> Pending:
+        """Start to send ``[n, w]`` rows of pairs: the hop to the relays."""
+        share = route.sizes[0]
+        return self.start_swap(_scatter(values, route.out, self.ranks * share).view(self.ranks, share, -1))
+
+    def arrive(self, under_way: Pending, route: Route) -> Tensor:
+        """The ``[C, w]`` rows that this rank computes; unused rows are zero."""
+        _, onward, rows = route.sizes
+        first = under_way.wait()
+        width = first.shape[2]
         second = self.swap(
             _scatter(first.view(-1, width), route.relay, self.ranks * onward).view(self.ranks, onward, width)
         )
@@ -116,20 +156,24 @@ class AllToAll:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def fetch(self, weights: Tensor, slots: Tensor) -> Tensor:
+    def offer(self, weights: Tensor) -> Pending:
+        """Start to spread ``[m, W]``, this rank's home experts, over the shard holders: no plan is needed yet."""
+        return self.start_swap(self._cut(weights))
+
+    def fetch(self, offered: Pending, slots: Tensor, size: int) -> Tensor:
         """The experts in this rank's slots.
 
         Args:
-            weights: ``[m, W]``, this rank's home experts.
+            offered: from `offer`.
             slots: int64 ``[R, m]``; -1 for an unused slot, which receives some expert's weights.
+            size: W.
 
         Returns:
             ``[m, W]``.
         """
-        m, size = weights.shape
-        shards = self.swap(self._cut(weights))  # [R, m, W / R]: shard `me` of every rank's experts
-        bank = shards.reshape(self.ranks * m, -1)
-        wanted = bank[slots.clamp(min=0).view(-1)].view(self.ranks, m, -1)
+        shards = offered.wait()  # [R, m, W / R]: shard `me` of every rank's experts
+        bank = shards.reshape(-1, shards.shape[2])
+        wanted = bank[slots.clamp(min=0).view(-1)].view_as(shards)
         return self._join(self.swap(wanted), size)
 
     def give_back(self, gradients: Tensor, slots: Tensor) -> Tensor:

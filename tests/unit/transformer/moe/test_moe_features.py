@@ -33,6 +33,7 @@ def good(**changes):
         "expert_tensor_parallel_size": 1,
         "tensor_model_parallel_size": 1,
         "transformer_impl": "local",
+        "overlap_moe_expert_parallel_comm": False,
         "add_bias_linear": False,
     }
     return Namespace(**(values | changes))
@@ -81,6 +82,7 @@ ANY = [(feature, feature.config()) for feature in FEATURES]
         ([(MOONEP, MoonEPConfig())], {"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 1"),
         ([(MOONEP, MoonEPConfig())], {"moe_expert_capacity_factor": 1.0}, "--moe-expert-capacity-factor"),
         ([(MOONEP, MoonEPConfig())], {"moe_shared_expert_overlap": True}, "--moe-shared-expert-overlap"),
+        ([(MOONEP, MoonEPConfig())], {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
     ],
 )
 def test_bad_flags_are_refused_with_what_to_type(features, changes, words) -> None:
