@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -150,6 +152,8 @@ def main() -> int:
 
     from k3_plugins import platform
 
+    logging.disable(logging.WARNING)  # Megatron warns about every model that is built
+    warnings.simplefilter("ignore")
     platform.select("cpu")
     import torch
     from megatron.core import parallel_state

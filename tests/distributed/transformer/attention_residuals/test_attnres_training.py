@@ -35,13 +35,9 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 4 --recompute-granularity selective --recompute-modules layernorm mlp",
     ),
     "PP 2 VPP 2, full recompute": (2, f"{VPP} 2 {FULL} --attn-res-two-phase on"),
-    "PP 2 VPP 4": (2, f"{VPP} 1"),
+    "PP 2 VPP 4 DP 2, distributed optimizer": (4, f"{VPP} 1 --use-distributed-optimizer"),
     # Megatron trains MoE layers under tensor parallelism with sequence parallelism only
-    "TP 2 SP PP 2, distributed optimizer": (
-        4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
-        " --use-distributed-optimizer",
-    ),
+    "TP 2 SP PP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
     "CP 2": (2, "--context-parallel-size 2"),
     "PP 2 CP 2": pytest.param(
         4, "--pipeline-model-parallel-size 2 --context-parallel-size 2", marks=pytest.mark.slow
