@@ -28,6 +28,7 @@ setup(
     install_requires=["numpy", "einops", "rich", "matplotlib", "tensorboard"],
     extras_require={
         "kda": ["fla-core==0.6.0"],
+        "moonep": ["numba==0.68.1"],
         "data": [
             "sentencepiece==0.2.3",
             "tokenizers==0.23.3",
