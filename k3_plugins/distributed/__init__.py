@@ -1,0 +1,1 @@
+"""Data parallelism: how gradients are held, reduced and handed to the optimizer."""
