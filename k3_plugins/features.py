@@ -84,6 +84,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "attention heads whose logits exceed a threshold are scaled back to it",
         "k3_plugins/optimizer/qk_clip",
     ),
+    FeatureEntry(
+        "pipeline-zero2",
+        "k3_plugins.distributed.pipeline_zero2.feature",
+        "gradients of two model chunks on the device, sharded gradients of all chunks in host memory",
+        "k3_plugins/distributed/pipeline_zero2",
+    ),
 )
 
 
