@@ -3,9 +3,11 @@
     python benchmarks/moonep.py [--ranks 4] [--tokens 512] [--steps 5]
 
 For each routing that the router itself produces: rows of the busiest rank (against a rank's own S*K), the makespan of
-the expert computation (slowest rank, forward) and the time of a forward and backward pass. The processes share this
-machine's cores and exchange through memory: the numbers show who waits for whom, not how fast a cluster would be.
-MoonEP sends rows twice and moves 2 m experts' weights per rank in each pass; on balanced loads that is pure cost.
+the expert computation (slowest rank, forward), the time of a forward and backward pass, redundant experts, and the
+bytes that the layer keeps for its backward pass on the rank that keeps most. "moonep-keep" is MoonEP without
+--moe-moonep-memory-efficient. The processes share this machine's cores and exchange through memory: the numbers show
+who waits for whom, not how fast a cluster would be. MoonEP sends rows twice and moves 2 m experts' weights per rank in
+each pass; on balanced loads that is pure cost, and the last lines say how much it was.
 """
 
 from __future__ import annotations
@@ -33,12 +35,11 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig  # noqa: E402
 from k3_plugins.transformer.moe.latent_moe.layer import LatentMoELayer  # noqa: E402
 from k3_plugins.transformer.moe.latent_moe.spec import moe_module_spec  # noqa: E402
-from k3_plugins.transformer.moe.moonep import balanced  # noqa: E402
 from k3_plugins.transformer.moe.moonep.config import MoonEPConfig  # noqa: E402
 from k3_plugins.transformer.moe.moonep.spec import layer_options  # noqa: E402
 from k3_plugins.transformer.moe.ops import grouped_mlp  # noqa: E402
 
-DISPATCHERS = ("alltoall", "allgather", "moonep")
+DISPATCHERS = ("alltoall", "allgather", "moonep", "moonep-keep")
 ROUTINGS = ("balanced", "zipf", "single_hot")
 HIDDEN, LATENT, FFN, EXPERTS, TOPK = 256, 128, 256, 32, 4
 
@@ -64,17 +65,26 @@ def _rank(rank: int, args: SimpleNamespace, port: int) -> None:
     if rank == 0:
         own = args.tokens * TOPK
         print(f"{args.ranks} ranks, {args.tokens} tokens each, top {TOPK} of {EXPERTS}: S*K = {own} rows per rank")
-        print(f"{'routing':<12} {'dispatcher':<10} {'busiest rank':>12} {'experts ms':>11} {'step ms':>9} {'slots':>6}")
+        heads = f"{'busiest rank':>12} {'experts ms':>11} {'step ms':>9} {'slots':>6} {'kept KiB':>9}"
+        print(f"{'routing':<12} {'dispatcher':<11} {heads}")
+    steps = {}
     for routing in ROUTINGS:
         for dispatcher in DISPATCHERS:
-            result = _measure(args, routing, dispatcher)
+            rows, experts, step, slots, kept = _measure(args, routing, dispatcher)
+            steps[routing, dispatcher] = step
             if rank == 0:
-                print(f"{routing:<12} {dispatcher:<10} {result}", flush=True)
+                numbers = f"{rows:>12} {1e3 * experts:>11.1f} {1e3 * step:>9.1f} {slots:>6} {kept / 1024:>9.0f}"
+                print(f"{routing:<12} {dispatcher:<11} {numbers}", flush=True)
+    if rank == 0:
+        for routing in ROUTINGS:
+            ratio = steps[routing, "moonep"] / steps[routing, "alltoall"]
+            print(f"{routing}: a MoonEP step takes {ratio:.2f} times as long as one with alltoall on this machine")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> str:
+def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> tuple[int, float, float, int, int]:
+    """Rows of the busiest rank, seconds of the experts and of a step, slots, bytes kept for the backward pass."""
     layer = _layer(args, routing, dispatcher)
     meter = _Meter()
     torch.manual_seed(100 + dist.get_rank())
@@ -90,11 +100,27 @@ def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> str:
         dist.barrier()
         times.append(time.perf_counter() - start)
         spans.append(meter.seconds)
-    worst = torch.tensor([float(meter.rows), statistics.median(spans[1:])])
+    worst = torch.tensor([float(meter.rows), statistics.median(spans[1:]), float(_kept(layer, x))], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    slots = int(layer.report.slots_anywhere) if dispatcher == "moonep" else 0
-    step = statistics.median(times[1:])
-    return f"{int(worst[0]):>12} {1e3 * worst[1]:>11.1f} {1e3 * step:>9.1f} {slots:>6}"
+    slots = int(layer.report.slots_anywhere) if dispatcher.startswith("moonep") else 0
+    return int(worst[0]), float(worst[1]), statistics.median(times[1:]), slots, int(worst[2])
+
+
+def _kept(layer: LatentMoELayer, x: torch.Tensor) -> int:
+    """Bytes of the storages that autograd keeps from one forward pass, without the parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output, _ = layer(x.clone().requires_grad_())
+    output.sum().backward()
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELayer:
@@ -106,6 +132,7 @@ def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELay
         moe_router_topk=TOPK,
         moe_ffn_hidden_size=FFN,
         moe_latent_size=LATENT,
+        moe_shared_expert_intermediate_size=FFN,
         moe_router_score_function="sigmoid",
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp32",
@@ -121,7 +148,9 @@ def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELay
         expert_model_parallel_size=args.ranks,
         expert_tensor_parallel_size=1,
     )
-    options = layer_options(LatentMoELayer, MoonEPConfig()) if dispatcher == "moonep" else {}
+    options = {}
+    if dispatcher.startswith("moonep"):
+        options = layer_options(LatentMoELayer, MoonEPConfig(moe_moonep_memory_efficient=dispatcher == "moonep"))
     torch.manual_seed(0)
     layer = moe_module_spec(config, LatentMoEConfig(), **options)(config=config, layer_number=1)
     layer.set_layer_number(1)
@@ -149,11 +178,9 @@ class _Meter:
             return result
 
         grouped_mlp.forward = timed
-        balanced.grouped_mlp.forward = timed
 
     def __exit__(self, *error: object) -> None:
         grouped_mlp.forward = self.original
-        balanced.grouped_mlp.forward = self.original
 
 
 if __name__ == "__main__":
