@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.harness.k3_model import MODEL, flags
 from tests.harness.launch import launch
@@ -61,13 +62,17 @@ def unclipped(tmp_path_factory):
     """One process with a threshold that nothing reaches: the maxima, and a threshold between them."""
     root = tmp_path_factory.mktemp("qk")
     save = f"--save {root}/ckpt --save-interval 100 --no-save-optim --no-save-rng"
-    attentions, ranks = run(root / "free", 1, f"--qk-clip-threshold 1e9 {save}")
+    attentions, ranks = run(root / "free", 1, f"--qk-clip-threshold 1e9 --tensorboard-dir {root}/tb {save}")
     assert len(attentions) == 2
     for attention in attentions:
         assert torch.equal(attention["maxima"][0], attention["maxima"][1]), "the same batch, the same weights"
         assert all(map(torch.equal, attention["before"], attention["weights"][1]))
     maxima = torch.stack([attention["maxima"][0] for attention in attentions])
     assert ranks[0]["summary"] == (pytest.approx(maxima.max().item(), rel=1e-6), 0)
+    events = EventAccumulator(str(root / "tb"))
+    events.Reload()
+    assert [point.value for point in events.Scalars("k3/qk-max")] == pytest.approx([maxima.max().item()] * 2, rel=1e-6)
+    assert [point.value for point in events.Scalars("k3/qk-clipped-heads")] == [0, 0]
     ordered = maxima[0].sort().values  # of the first attention: nothing before it is clipped
     start = f"--load {root}/ckpt --no-load-optim --no-load-rng --finetune"
     return maxima, ((ordered[2] + ordered[3]) / 2).item(), start
