@@ -18,7 +18,7 @@ import difflib
 import enum
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -198,13 +198,23 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
             ) from error
     active = [feature.name for feature in features]
     parser.error = functools.partial(_explain, parser, active)
+    for feature in features:
+        if hasattr(feature, "argument_defaults"):
+            _set_defaults(parser, feature.argument_defaults(), f"feature {feature.name!r}")
     if model is not None:
-        defaults = described_model(model, active).argument_defaults(active)
-        # set_defaults accepts any name and would drop a size whose flag is gone without a word
-        unknown = defaults.keys() - {action.dest for action in parser._actions}
-        if unknown:
-            raise FeatureError(f"--k3-model {model} sets flags that this Megatron does not have: {sorted(unknown)}")
-        parser.set_defaults(**defaults)
+        _set_defaults(parser, described_model(model, active).argument_defaults(active), f"--k3-model {model}")
+
+
+def _set_defaults(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], owner: str) -> None:
+    """Change defaults of flags; argparse itself accepts any name and would drop one whose flag is gone without a word.
+
+    Raises:
+        FeatureError: if a flag does not exist.
+    """
+    unknown = defaults.keys() - {action.dest for action in parser._actions}
+    if unknown:
+        raise FeatureError(f"{owner} sets flags that this Megatron does not have: {sorted(unknown)}")
+    parser.set_defaults(**defaults)
 
 
 def described_model(name: str, active: Sequence[str]) -> KimiK3Config:

@@ -16,7 +16,8 @@ A feature folder holds ``feature.py`` with ``FEATURE``, an instance that satisfi
     FEATURE = Kda()
 
 Optional members, used when present: ``backends(config) -> Sequence[Backend]`` (what the start table and the doctor
-show) and ``fingerprints() -> path`` (a third party's recorded fingerprints, written by
+show), ``argument_defaults() -> Mapping`` (what Megatron's own flags default to while the feature is on, by argparse
+destination) and ``fingerprints() -> path`` (a third party's recorded fingerprints, written by
 ``python -m k3_plugins.patching.record``).
 
 Every field of the config of a feature with ``changes_parameters = True`` counts when a checkpoint is loaded, unless
@@ -89,7 +90,7 @@ class Feature(Protocol):
 
 _METHODS = {"patches": 0, "validate": 2, "witness": 2}
 _PARAMETERS = {"patches": "()", "validate": "(args, config)", "witness": "(model_chunks, args)"}
-_OPTIONAL_METHODS = {"backends": (1, "(config)"), "fingerprints": (0, "()")}
+_OPTIONAL_METHODS = {"backends": (1, "(config)"), "fingerprints": (0, "()"), "argument_defaults": (0, "()")}
 
 
 def verify(feature: Any, *, registered_as: str, origin: str) -> None:
