@@ -79,6 +79,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "k3_plugins/transformer/moe/moonep",
     ),
     FeatureEntry(
+        "per-head-muon",
+        "k3_plugins.optimizer.per_head_muon.feature",
+        "Muon head by head, orthogonalised peer to peer on sharded states; AdamW for everything else",
+        "k3_plugins/optimizer/per_head_muon",
+    ),
+    FeatureEntry(
         "qk-clip",
         "k3_plugins.optimizer.qk_clip.feature",
         "attention heads whose logits exceed a threshold are scaled back to it",
