@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from k3_plugins import features as feature_list
-from k3_plugins.arguments import Control, config_from_args, extend_parser, integer_flags
+from k3_plugins.arguments import Control, config_from_args, described_model, extend_parser, integer_flags, model_flags
 from k3_plugins.bootstrap import patch_manager
 from k3_plugins.compat.megatron import VERIFIED_VERSION, MegatronFound, find_megatron, fingerprint_file, has_training
 from k3_plugins.compat.optional import PACKAGES, probe
@@ -44,6 +44,8 @@ class Diagnosis:
     features: list[dict[str, Any]] = field(default_factory=list)
     patches: list[dict[str, Any]] = field(default_factory=list)
     optional: list[dict[str, Any]] = field(default_factory=list)
+    optimizer: list[dict[str, Any]] = field(default_factory=list)
+    """How each parameter is updated, if that was asked for."""
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -145,7 +147,8 @@ def _doors(found: Diagnosis, megatron: MegatronFound | None) -> None:
 def _features(found: Diagnosis, control: Control, training_flags: Sequence[str]) -> list[Feature]:
     """Load the selected features (all of them if none is named) and report each."""
     try:
-        selection = feature_list.select(control.plugins, integer_flags(training_flags))
+        flags = {**model_flags(control.model), **integer_flags(training_flags)}
+        selection = feature_list.select(control.plugins, flags)
         entries = selection.entries if control.plugins else tuple(feature_list.available())
     except FeatureError as error:
         found.problems.append(str(error))
@@ -219,9 +222,11 @@ def _flags(found: Diagnosis, features: Sequence[Feature], control: Control, trai
     add_megatron_arguments(parser)
     args = None
     try:
-        extend_parser(parser, features)
+        extend_parser(parser, features, control.model)
         if training_flags:
             args = _parse(parser, training_flags)
+            if control.model is not None:
+                described_model(control.model, [feature.name for feature in features]).derive_patterns(args)
     except FeatureError as error:
         found.problems.append(str(error))
         return

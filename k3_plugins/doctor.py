@@ -3,6 +3,7 @@
     python -m k3_plugins.doctor                              # every feature by itself
     python -m k3_plugins.doctor --k3-plugins kda,gated-mla   # this set, as training would activate it
     python -m k3_plugins.doctor --k3-plugins kda [training flags]   # and parse and validate these flags
+    python -m k3_plugins.doctor --k3-plugins per-head-muon --optimizer [training flags]   # what updates what
     python -m k3_plugins.doctor --json
 
 Needs no GPU and starts no torch.distributed. Exit code 0: all as verified. 1: activation would succeed, but something
@@ -34,18 +35,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(__doc__)
         return 0
-    as_json = "--json" in words
+    as_json, show_optimizer = "--json" in words, "--optimizer" in words
+    words = _without_switches(words)
     try:
-        control, training_flags = parse_control([word for word in words if word != "--json"])
+        control, training_flags = parse_control(words)
     except FeatureError as error:
         fail(str(error))
     with redirect_stdout(sys.stderr):  # packages print on import; --json must stay parseable
         diagnosis = diagnose(control, training_flags)
+        if show_optimizer and not diagnosis.problems:
+            _add_optimizer(diagnosis, words)
     if as_json:
         print(json.dumps(diagnosis.as_dict(), indent=2))
     else:
         render(diagnosis)
     return diagnosis.verdict
+
+
+def _without_switches(words: Sequence[str]) -> list[str]:
+    """The words without the doctor's own; ``--optimizer`` with a value is Megatron's flag as well, and stays."""
+    kept = []
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word != "--json" and not (word == "--optimizer" and following.startswith("--")):
+            kept.append(word)
+    return kept
+
+
+def _add_optimizer(diagnosis: Diagnosis, words: Sequence[str]) -> None:
+    """The table of ``--optimizer``. Activates the features, hence after everything that must see Megatron unpatched."""
+    from k3_plugins.optimizer.per_head_muon.doctor import optimizer_rows
+
+    try:
+        diagnosis.optimizer = optimizer_rows(words)
+    except FeatureError as error:
+        diagnosis.problems.append(str(error))
 
 
 def render(diagnosis: Diagnosis) -> None:
@@ -124,7 +147,16 @@ def _tables(diagnosis: Diagnosis) -> list:
                 for line in diagnosis.optional
             ],
         ),
+        *_optimizer_table(diagnosis),
     ]
+
+
+def _optimizer_table(diagnosis: Diagnosis) -> list:
+    rows = [
+        (line["parameter"], " x ".join(map(str, line["shape"])), line["split"], line["owner_group"], line["optimizer"])
+        for line in diagnosis.optimizer
+    ]
+    return [_table("Optimizer", ("parameter", "shape", "split", "owner group", "optimizer"), rows)] if rows else []
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> object:
