@@ -38,6 +38,8 @@ class Activation:
     """Preset members that do not fit the parallel layout, with the reason."""
     configs: dict[str, Any] = field(default_factory=dict)
     """Typed config by feature name; filled when Megatron's arguments are parsed."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What decides the parameters' shapes besides the features; filled at the same time."""
     witnesses: Mapping[str, Witness] = field(default_factory=dict)
     """This rank's witness by feature name; filled after the first training step."""
     abort_channel: AbortChannel | None = None

@@ -17,8 +17,10 @@ import dataclasses
 import difflib
 import enum
 import functools
+import inspect
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -104,8 +106,8 @@ def parse_control(argv: Sequence[str]) -> tuple[Control, list[str]]:
         meant = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.85)
         if flag.startswith(CONTROL_PREFIX) and meant:
             raise FeatureError(f"there is no flag {flag}. Did you mean {meant[0]}?")
-    if values.k3_check_timeout <= 0:
-        raise FeatureError(f"--k3-check-timeout {values.k3_check_timeout:g} must be more than 0 seconds")
+    if not 0 < values.k3_check_timeout < math.inf:
+        raise FeatureError(f"--k3-check-timeout {values.k3_check_timeout:g} must be a number of seconds, more than 0")
     control = Control(
         plugins=_words(values.k3_plugins, "--k3-plugins"),
         platform=values.k3_platform,
@@ -196,6 +198,7 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
                 f"the flags of feature {feature.name!r} ({feature.config.__name__}) cannot be added to Megatron's "
                 f"parser: {type(error).__name__}: {error}"
             ) from error
+    _explain_values(parser)
     active = [feature.name for feature in features]
     parser.error = functools.partial(_explain, parser, active)
     for feature in features:
@@ -203,6 +206,26 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
             _set_defaults(parser, feature.argument_defaults(), f"feature {feature.name!r}")
     if model is not None:
         _set_defaults(parser, described_model(model, active).argument_defaults(active), f"--k3-model {model}")
+
+
+def _explain_values(parser: argparse.ArgumentParser) -> None:
+    """Megatron evaluates some values as Python; what they raise then becomes a sentence that names flag and value."""
+    for action in parser._actions:
+        if inspect.isfunction(action.type):
+            action.type = _explained(action.type)
+
+
+def _explained(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    @functools.wraps(read)
+    def explained(value: str) -> Any:
+        try:
+            return read(value)
+        except (argparse.ArgumentTypeError, TypeError, ValueError):
+            raise  # argparse's own affair
+        except Exception as error:
+            raise argparse.ArgumentTypeError(f"{value!r} cannot be read ({type(error).__name__}: {error})") from error
+
+    return explained
 
 
 def _set_defaults(parser: argparse.ArgumentParser, defaults: Mapping[str, Any], owner: str) -> None:

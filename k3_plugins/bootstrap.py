@@ -38,6 +38,8 @@ from k3_plugins.patching import PatchError, PatchManager
 from k3_plugins.patching.fingerprint import FingerprintStore
 from k3_plugins.platform import PlatformError, select
 
+OWN_DOOR = "k3_plugins.pretrain_gpt"
+
 _opened: Control | None = None
 """What the first door of this process was opened with."""
 
@@ -59,6 +61,12 @@ def activate(argv: Sequence[str], door: str) -> Activation | None:
         return _activate(argv, door)
     except (FeatureError, PatchError, PlatformError) as error:
         fail(str(error))
+
+
+def opened() -> Control:
+    """The control flags that the first door of this process was opened with."""
+    assert _opened is not None, "no door was opened"
+    return _opened
 
 
 @contextmanager
@@ -84,7 +92,7 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
         return _again(control, door)
     selection = feature_list.select(control.plugins, {**model_flags(control.model), **integer_flags(argv)})
     if not selection.entries:
-        _without_features(control, selection, argv)
+        _without_features(control, selection, argv, door)
         _opened = control
         return None
     if flag_value(argv, "--yaml-cfg") is not None:
@@ -124,12 +132,12 @@ def _again(control: Control, door: str) -> Activation | None:
     )
 
 
-def _without_features(control: Control, selection: feature_list.Selection, argv: Sequence[str]) -> None:
+def _without_features(control: Control, selection: feature_list.Selection, argv: Sequence[str], door: str) -> None:
     if selection.left_out:
         raise FeatureError(f"--k3-plugins leaves no feature: {'; '.join(selection.left_out)}")
     meaningless = {
         "--k3-allow-drift": control.allow_drift,
-        "--k3-allow-empty-load": control.allow_empty_load,
+        "--k3-allow-empty-load": control.allow_empty_load and door != OWN_DOOR,  # its checks need no feature
         "--k3-model": control.model,
     }
     for flag in (flag for flag, given in meaningless.items() if given):

@@ -142,6 +142,18 @@ def _doors(found: Diagnosis, megatron: MegatronFound | None) -> None:
     else:
         state = f"not applied; bash patches/apply.sh {script.parent}"
     found.doors.append({"door": "pretrain_gpt.py with the source patch", "state": state})
+    if script is not None and script.is_file():
+        _helpers(found, megatron.root / "megatron" / "core" / "datasets")
+
+
+def _helpers(found: Diagnosis, folder: Path) -> None:
+    """A checkout compiles its data-set helpers when training starts."""
+    built = any(folder.glob("helpers_cpp*.so"))
+    if not built and not probe("pybind11").available:
+        found.warnings.append(
+            f"the data-set helpers of this checkout are not built ({folder}), and building them needs pybind11 for the "
+            "python3 on PATH: pip install pybind11"
+        )
 
 
 def _features(found: Diagnosis, control: Control, training_flags: Sequence[str]) -> list[Feature]:

@@ -6,7 +6,6 @@ Each is a WRAP that calls the original with the arguments it was given.
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import traceback
 from argparse import ArgumentParser, Namespace
@@ -22,6 +21,7 @@ from k3_plugins.arguments import config_from_args, described_model, extend_parse
 from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchError, PatchKind
+from k3_plugins.training.inputs import check_data_files, check_sizes, check_spec, check_tokenizer
 from k3_plugins.training.throughput import add_tokens_per_second
 
 
@@ -57,7 +57,8 @@ def _end(message: str, code: int = 2) -> NoReturn:
     channel = activation.abort_channel if activation else None
     if channel is not None:
         channel.publish(message, code)
-    fail(message, code=code, at_once=channel is not None)
+    # Under torchrun the first rank to end makes it end the others: a slow shutdown would cost them their exit code.
+    fail(message, code=code, at_once=channel is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1)
 
 
 def _arguments(original: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -78,14 +79,20 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
         with argument_errors("k3_plugins", (AssertionError, ValueError)):
             if activation.control.model is not None:
                 described_model(activation.control.model, activation.names).derive_patterns(args)
+            check_sizes(args)
+            check_spec(args)
+            check_tokenizer(args)
             for feature in activation.features:
                 activation.configs[feature.name] = config_from_args(feature, args)
             for feature in activation.features:
                 feature.validate(args, activation.configs[feature.name])
-            _check_spec(args)
+            check_spec(args)
             notes = manifest.check_load(args, activation)
         with argument_errors("Megatron"):
             result = original(args, defaults or {})
+        with argument_errors("k3_plugins", ()):
+            activation.model = manifest.model_sizes(args)
+            manifest.check_model(args, activation)
         if args.rank == 0:
             for note in notes:
                 print(f"k3_plugins: {note}", flush=True)
@@ -94,29 +101,13 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def _check_spec(args: Namespace) -> None:
-    """A ``--spec`` that cannot be imported is an error here; Megatron logs it and builds the default model."""
-    if args.spec is None or len(args.spec) != 2:
-        return
-    module, name = args.spec
-    try:
-        found = hasattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise FeatureError(
-            f"--spec {module} {name}: the module cannot be imported ({type(error).__name__}: {error}); correct the "
-            "name or put its folder on PYTHONPATH"
-        ) from error
-    if not found:
-        raise FeatureError(f"--spec {module} {name}: the module has no {name!r}; name a function or ModuleSpec in it")
-
-
 def _spec_import(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def import_module(module_path: tuple[str, ...]) -> Any:
         with argument_errors("Megatron's spec import"):
             found = original(module_path)
             if found is None:
-                _check_spec(Namespace(spec=list(module_path)))
+                check_spec(Namespace(spec=list(module_path)))
                 raise FeatureError(f"{' '.join(module_path)} could not be imported; see Megatron's log above")
             return found
 
@@ -192,6 +183,7 @@ def _set_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def setup_model_and_optimizer(*arguments: Any, **keywords: Any) -> Any:
         activation = _activation()
         try:
+            _check_data()
             built = original(*arguments, **keywords)
             activation.manager.recheck()
         except Exception as error:
@@ -201,6 +193,15 @@ def _set_up(original: Callable[..., Any]) -> Callable[..., Any]:
         return built
 
     return setup_model_and_optimizer
+
+
+def _check_data() -> None:
+    """On ranks that read data, as Megatron's own scripts decide it."""
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    if mpu.get_tensor_model_parallel_rank() == 0 and (mpu.is_pipeline_first_stage() or mpu.is_pipeline_last_stage()):
+        check_data_files(get_args())
 
 
 def _end_set_up(activation: Activation, error: Exception) -> None:

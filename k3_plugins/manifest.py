@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ def contents(activation: Activation, iteration: int) -> dict[str, Any]:
         "k3_plugins": k3_plugins.__version__,
         "megatron": activation.megatron_version,
         "iteration": iteration,
+        "model": dict(activation.model),
         "features": {
             feature.name: {
                 "changes_parameters": feature.changes_parameters,
@@ -49,6 +51,45 @@ def contents(activation: Activation, iteration: int) -> dict[str, Any]:
             for feature in activation.features
         },
     }
+
+
+_MODEL_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "num_query_groups",
+    "linear_attention_freq",
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_ffn_hidden_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_layers",
+    "swiglu",
+    "add_bias_linear",
+    "untie_embeddings_and_output_weights",
+)
+"""Megatron's arguments that decide which parameters a model has and their shapes."""
+
+
+def model_sizes(args: Any) -> dict[str, Any]:
+    """The sizes of the model, of arguments that Megatron has validated; sizes of absent parts are left out."""
+    absent = set()
+    if not args.multi_latent_attention:
+        absent |= {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
+    if args.multi_latent_attention or not args.group_query_attention:
+        absent.add("num_query_groups")
+    if args.num_experts is None:
+        absent |= {name for name in _MODEL_FIELDS if name.startswith("moe_")}
+    return {name: plain(getattr(args, name)) for name in _MODEL_FIELDS if name not in absent}
 
 
 def parameter_fields(feature: Feature) -> list[str]:
@@ -172,11 +213,21 @@ def check_load(args: Any, activation: Activation) -> list[str]:
             return []
         if activation.control.allow_empty_load:
             return [f"--load {args.load} holds no checkpoint: starting from scratch (--k3-allow-empty-load)"]
+        require_checkpoint(args)
+    return compare(found, activation)
+
+
+def require_checkpoint(args: Any) -> None:
+    """A ``--load`` must lead to a checkpoint; Megatron would start from scratch.
+
+    Raises:
+        FeatureError: if it does not.
+    """
+    if args.load is not None and _to_be_loaded(args) is None:
         raise FeatureError(
             f"--load {args.load} holds no checkpoint (no {_TRACKER} there). Correct the path; or remove --load to "
             "start from scratch; or add --k3-allow-empty-load if this folder is filled by --save later"
         )
-    return compare(found, activation)
 
 
 def _to_be_loaded(args: Any) -> Found | None:
@@ -226,6 +277,37 @@ def compare(found: Found, activation: Activation) -> list[str]:
         )
     toggled = sorted(set(saved) ^ set(activation.names))
     return [f"checkpoint {found.folder}: {name} was toggled since; parameters are unaffected" for name in toggled]
+
+
+def check_model(args: Any, activation: Activation) -> None:
+    """Compare the model's sizes with those of the checkpoint that is to be loaded.
+
+    Raises:
+        FeatureError: with the flags that have another value.
+    """
+    found = _to_be_loaded(args)
+    if found is None or found.manifest is None or args.moe_use_upcycling:
+        return  # upcycling turns a dense checkpoint into experts
+    saved = found.manifest.get("model") or activation.model
+    changed = [name for name in _MODEL_FIELDS if saved.get(name) != activation.model.get(name)]
+    if changed:
+        listing = "\n".join(
+            f"  - {name}: {saved.get(name)!r} when it was saved, now {activation.model.get(name)!r}" for name in changed
+        )
+        flags = [word for name in changed for word in _model_flag(name, saved.get(name))]
+        raise FeatureError(
+            f"checkpoint {found.folder} holds another model:\n{listing}\nTo load it, use:\n  {shlex.join(flags)}"
+        )
+
+
+def _model_flag(name: str, value: Any) -> list[str]:
+    """The words that give one of Megatron's arguments a value (none for what is the absence of a flag)."""
+    if name == "add_bias_linear":
+        return [] if value else ["--disable-bias-linear"]
+    if value is None or value is False:
+        return []
+    flag = f"--{name.replace('_', '-')}"
+    return [flag] if value is True else [flag, json.dumps(value, separators=(",", ":"))]
 
 
 def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation: Activation) -> list[str]:

@@ -6,6 +6,7 @@ without ``--k3-plugins`` nothing is patched.
 
 import sys
 import time
+from argparse import Namespace
 
 _PROGRAM_START = time.time()  # before the heavy imports, for Megatron's start-up report
 
@@ -18,9 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv[1:] = argv  # Megatron parses sys.argv itself, more than once
-    from k3_plugins.bootstrap import activate
+    from k3_plugins.bootstrap import OWN_DOOR, activate
 
-    activate(sys.argv[1:], door="k3_plugins.pretrain_gpt")
+    activate(sys.argv[1:], door=OWN_DOOR)
     train()
     return 0
 
@@ -38,6 +39,7 @@ def train() -> None:
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     restartable_pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    check_named(args)
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     restartable_pretrain(
         config,
@@ -48,6 +50,27 @@ def train() -> None:
         get_embedding_ranks=embedding_ranks,
     )
     write_report(get_args())
+
+
+def check_named(args: Namespace) -> None:
+    """End with exit code 2 if the command line names no data, or names a module or checkpoint that is not there.
+
+    With a feature on, the engine has checked the last two already. Megatron would go on without them: with the default
+    model, from scratch.
+    """
+    from k3_plugins import activation, bootstrap, manifest
+    from k3_plugins.failure import fail
+    from k3_plugins.feature import FeatureError
+    from k3_plugins.training.inputs import check_data_named, check_spec
+
+    try:
+        check_data_named(args)
+        if activation.current() is None:
+            check_spec(args)
+            if not bootstrap.opened().allow_empty_load:
+                manifest.require_checkpoint(args)
+    except FeatureError as error:
+        fail(str(error), at_once=args.world_size > 1)
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -43,13 +45,18 @@ def _forked_results_queue(module: ModuleType) -> None:
 
 def _no_recompilation(module: ModuleType) -> None:
     # The wheel ships the index builder compiled, without the Makefile: `make` there ends the job. A source
-    # checkout that has not built it yet still does.
+    # checkout that has not built it yet still does, with the python3 on PATH: let that be this one.
     original = module.compile_helpers
 
     @functools.wraps(original)
     def compile_helpers(*args, **kwargs) -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            original(*args, **kwargs)
+            path = os.environ.get("PATH", "")
+            os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
+            try:
+                original(*args, **kwargs)
+            finally:
+                os.environ["PATH"] = path
 
     module.compile_helpers = compile_helpers
 

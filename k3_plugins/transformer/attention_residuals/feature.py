@@ -90,7 +90,9 @@ class AttentionResiduals:
     def backends(self, config: AttentionResidualsConfig) -> Sequence[Backend]:
         """The evaluation of a block's queries."""
         mode = config.attn_res_two_phase
-        why = "--attn-res-two-phase auto: timed at the first step" if mode == "auto" else f"--attn-res-two-phase {mode}"
+        if mode == "auto":
+            return [Backend("single-pass or two-phase", True, "the faster one, timed at the first step and logged")]
+        why = f"--attn-res-two-phase {mode}"
         return [Backend("single-pass", mode == "off", why), Backend("two-phase", mode == "on", why)]
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:

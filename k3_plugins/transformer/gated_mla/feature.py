@@ -3,6 +3,7 @@
 The layers need no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,12 @@ class GatedMLA:
         ):
             if value is not None and value <= 0:
                 raise FeatureError(f"{flag} {value} must be positive.")
+        if args.qk_pos_emb_head_dim < 0:
+            raise FeatureError(f"--qk-pos-emb-head-dim {args.qk_pos_emb_head_dim} must not be negative.")
+        if not 0 < config.mla_latent_norm_eps < math.inf:
+            raise FeatureError(
+                f"--mla-latent-norm-eps {config.mla_latent_norm_eps} must be a small positive number (K3 uses 1e-6)."
+            )
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """Counts this rank's gated MLA layers against the pattern and requires that each of them ran."""

@@ -47,3 +47,42 @@ class KDAConfig:
     def gate_lower_bound(self) -> float | None:
         """The number that ``kda_gate`` takes: the bound, or None for the softplus gate."""
         return self.kda_gate_lower_bound if self.kda_gate == "bounded" else None
+
+
+@dataclass(frozen=True)
+class KDASizes:
+    """Sizes of one KDA layer over all tensor-parallel ranks."""
+
+    num_heads: int
+    num_value_heads: int
+    head_dim: int
+    value_head_dim: int
+
+    @classmethod
+    def resolve(cls, kda_config: KDAConfig, num_attention_heads: int, kv_channels: int) -> "KDASizes":
+        """Fill the sizes that the flags left open from the Megatron model.
+
+        Raises:
+            ValueError: a size that is not positive, or value heads that are not a multiple of the key heads.
+        """
+
+        def given(size: int | None, default: int) -> int:
+            return default if size is None else size  # 0 is a size, and a wrong one
+
+        heads = given(kda_config.kda_num_heads, num_attention_heads)
+        head_dim = given(kda_config.kda_head_dim, kv_channels)
+        value_heads = given(kda_config.kda_num_value_heads, heads)
+        sizes = cls(heads, value_heads, head_dim, given(kda_config.kda_value_head_dim, head_dim))
+        for flag, value in zip(
+            ("--kda-num-heads", "--kda-num-value-heads", "--kda-head-dim", "--kda-value-head-dim"),
+            (sizes.num_heads, sizes.num_value_heads, sizes.head_dim, sizes.value_head_dim),
+            strict=True,
+        ):
+            if value <= 0:
+                raise ValueError(f"{flag} is {value}; it must be a positive number.")
+        if value_heads % heads:
+            raise ValueError(
+                f"--kda-num-value-heads {value_heads} is not a multiple of --kda-num-heads {heads}; every key head "
+                "serves the same number of value heads."
+            )
+        return sizes

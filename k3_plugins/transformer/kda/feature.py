@@ -3,6 +3,7 @@
 The layers need no patch: Megatron's ``--spec`` is the seam, and this feature points it at the K3 layer specs.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from k3_plugins.feature import Backend, FeatureError, Witness
 from k3_plugins.optimizer.mixed_dtype import fp32_first_patch
 from k3_plugins.patching import Patch, PatchKind
-from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.config import KDAConfig, KDASizes
 from k3_plugins.transformer.kda.flops import correct_flops
 from k3_plugins.transformer.kda.pattern import resolve_pattern
 from k3_plugins.transformer.packing import use_packed_documents
@@ -72,7 +73,6 @@ class KDA:
             raise FeatureError(str(error)) from error
 
     def _check_sizes(self, args: Namespace, config: KDAConfig) -> None:
-        from k3_plugins.transformer.kda.layer import KDASizes
         from k3_plugins.transformer.kda.ops import KDABackendError, resolve_backend
 
         kv_channels = args.kv_channels or (args.hidden_size // args.num_attention_heads)
@@ -84,8 +84,10 @@ class KDA:
             )
         if config.kda_conv_kernel_size < 1:
             raise ValueError(f"--kda-conv-kernel-size {config.kda_conv_kernel_size} must be at least 1.")
-        if config.kda_gate == "bounded" and not config.kda_gate_lower_bound < 0:
-            raise ValueError(f"--kda-gate-lower-bound {config.kda_gate_lower_bound} must be negative (K3 uses -5).")
+        if config.kda_gate == "bounded" and not -math.inf < config.kda_gate_lower_bound < 0:
+            raise ValueError(
+                f"--kda-gate-lower-bound {config.kda_gate_lower_bound} must be a finite negative number (K3 uses -5)."
+            )
         if config.kda_output_gate_bias and config.kda_output_gate != "low-rank":
             raise ValueError("--kda-output-gate-bias needs --kda-output-gate low-rank.")
         try:

@@ -9,7 +9,7 @@ import copy
 from argparse import Namespace
 from collections.abc import Callable
 
-from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.config import KDAConfig, KDASizes
 
 FORWARD_BACKWARD = 3
 FMA = 2
@@ -17,10 +17,8 @@ FMA = 2
 
 def kda_flops_per_token(config: KDAConfig, hidden_size: int, num_attention_heads: int, kv_channels: int) -> int:
     """Forward and backward FLOPs of one KDA layer for one token, all tensor-parallel ranks together."""
-    heads = config.kda_num_heads or num_attention_heads
-    value_heads = config.kda_num_value_heads or heads
-    k = config.kda_head_dim or kv_channels
-    v = config.kda_value_head_dim or k
+    sizes = KDASizes.resolve(config, num_attention_heads, kv_channels)
+    heads, value_heads, k, v = sizes.num_heads, sizes.num_value_heads, sizes.head_dim, sizes.value_head_dim
     key_width, value_width = heads * k, value_heads * v
     projections = hidden_size * (2 * key_width + value_width + value_heads)  # q, k, v, beta
     decay = hidden_size * k + k * value_heads * k

@@ -13,7 +13,6 @@ parallelism H and HV count the heads of one rank. Megatron's activations are ``[
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from k3_plugins.transformer.kda.config import KDAConfig
+from k3_plugins.transformer.kda.config import KDAConfig, KDASizes
 from k3_plugins.transformer.kda.context_parallel import (
     contiguous_to_zigzag,
     kda_cp,
@@ -52,41 +51,6 @@ L2_NORM_EPS = 1e-6
 
 TP_SHARDED = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias")
 """This module's own parameters that are split over the tensor-parallel ranks along dimension 0."""
-
-
-@dataclass(frozen=True)
-class KDASizes:
-    """Sizes of one KDA layer over all tensor-parallel ranks."""
-
-    num_heads: int
-    num_value_heads: int
-    head_dim: int
-    value_head_dim: int
-
-    @classmethod
-    def resolve(cls, kda_config: KDAConfig, num_attention_heads: int, kv_channels: int) -> "KDASizes":
-        """Fill the sizes that the flags left open from the Megatron model.
-
-        Raises:
-            ValueError: a size that is not positive, or value heads that are not a multiple of the key heads.
-        """
-        heads = kda_config.kda_num_heads or num_attention_heads
-        value_heads = kda_config.kda_num_value_heads or heads
-        head_dim = kda_config.kda_head_dim or kv_channels
-        sizes = cls(heads, value_heads, head_dim, kda_config.kda_value_head_dim or head_dim)
-        for flag, value in zip(
-            ("--kda-num-heads", "--kda-num-value-heads", "--kda-head-dim", "--kda-value-head-dim"),
-            (sizes.num_heads, sizes.num_value_heads, sizes.head_dim, sizes.value_head_dim),
-            strict=True,
-        ):
-            if value <= 0:
-                raise ValueError(f"{flag} is {value}; it must be a positive number.")
-        if value_heads % heads:
-            raise ValueError(
-                f"--kda-num-value-heads {value_heads} is not a multiple of --kda-num-heads {heads}; every key head "
-                "serves the same number of value heads."
-            )
-        return sizes
 
 
 class KimiDeltaAttention(MegatronModule):

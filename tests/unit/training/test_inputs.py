@@ -1,0 +1,97 @@
+"""What a command line names is checked before anything is built."""
+
+from argparse import Namespace
+
+import pytest
+
+from k3_plugins.feature import FeatureError
+from k3_plugins.training import inputs
+
+SIZES = dict(
+    num_layers=2,
+    hidden_size=8,
+    num_attention_heads=2,
+    ffn_hidden_size=None,
+    kv_channels=None,
+    seq_length=16,
+    max_position_embeddings=16,
+    micro_batch_size=1,
+    global_batch_size=None,
+    train_iters=None,
+    train_samples=None,
+    skip_train=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "--hidden-size is missing; give it, or choose a model with --k3-model"),
+        ({"seq_length": None}, "--seq-length is missing; give it"),
+        ({"seq_length": 0}, "--seq-length 0 must be at least 1"),
+        ({"train_iters": 0}, "--train-iters 0 must be at least 1"),
+        ({"num_layers": -1}, "--num-layers -1 must be at least 1"),
+    ],
+)
+def test_sizes(change, message):
+    with pytest.raises(FeatureError, match=f"^{message}$"):
+        inputs.check_sizes(Namespace(**{**SIZES, **change}))
+
+
+def test_good_sizes():
+    inputs.check_sizes(Namespace(**SIZES))
+    inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (["k3_plugins.models.kimi_k3.layer_specz", "gpt"], "the module cannot be imported"),
+        (["k3_plugins.models.kimi_k3.config", "gbt"], "the module has no 'gbt'"),
+    ],
+)
+def test_spec(spec, message):
+    with pytest.raises(FeatureError, match=message):
+        inputs.check_spec(Namespace(spec=spec))
+
+
+def test_tokenizer(tmp_path):
+    named = dict(tokenizer_type="HuggingFaceTokenizer", vocab_file=None)
+    inputs.check_tokenizer(Namespace(tokenizer_model="org/model", **named))
+    inputs.check_tokenizer(Namespace(tokenizer_model=str(tmp_path), **named))
+    with pytest.raises(FeatureError, match="--tokenizer-model .*nowhere does not exist"):
+        inputs.check_tokenizer(Namespace(tokenizer_model=str(tmp_path / "nowhere"), **named))
+
+
+def test_the_default_tokenizer_needs_files_or_a_package(monkeypatch):
+    default = Namespace(tokenizer_type="GPT2BPETokenizer", tokenizer_model=None, vocab_file=None)
+    monkeypatch.setattr(inputs, "_missing", lambda package: True)
+    with pytest.raises(FeatureError, match="no tokenizer is named"):
+        inputs.check_tokenizer(default)
+    monkeypatch.setattr(inputs, "_missing", lambda package: False)
+    inputs.check_tokenizer(default)
+
+
+def data(**named):
+    names = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+    values = dict.fromkeys((*names, "per_split_data_args_path"))
+    return Namespace(**{**values, "mock_data": False, "sft": False, **named})
+
+
+def test_some_data_must_be_named():
+    with pytest.raises(FeatureError, match="no data is named"):
+        inputs.check_data_named(data())
+    inputs.check_data_named(data(mock_data=True))
+    inputs.check_data_named(data(valid_data_path=["v"]))
+
+
+def test_data_files(tmp_path):
+    for name in ("a.idx", "a.bin", "b.idx"):
+        (tmp_path / name).touch()
+    good, half = str(tmp_path / "a"), str(tmp_path / "b")
+    inputs.check_data_files(data(data_path=[good]))
+    inputs.check_data_files(data(train_data_path=["0.3", good, "7", good], valid_data_path=["s3://bucket/x"]))
+    with pytest.raises(FeatureError, match=f"--train-data-path {half}: there is no {half}.bin"):
+        inputs.check_data_files(data(train_data_path=["0.3", good, "0.7", half]))
+    with pytest.raises(FeatureError, match="--data-args-path .*list.txt does not exist"):
+        inputs.check_data_files(data(data_args_path=str(tmp_path / "list.txt")))
