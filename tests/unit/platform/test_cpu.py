@@ -3,18 +3,16 @@
 The platform changes the whole process, so every test runs in a forked rank with the platform installed.
 """
 
-import os
 import time
-from pathlib import Path
 
 from tests.harness.spawn import spawn
 
 
-def test_device_arguments():
-    spawn(device_arguments, 1)
+def test_device_arguments(tmp_path):
+    spawn(device_arguments, 1, tmp_path / "saved.pt")
 
 
-def device_arguments(rank, world_size):
+def device_arguments(rank, world_size, path):
     import torch
 
     cpu = torch.device("cpu")
@@ -67,14 +65,10 @@ def device_arguments(rank, world_size):
     assert base.type("torch.cuda.DoubleTensor").dtype is torch.double
     assert base.type(torch.int32).dtype is torch.int32
 
-    path = Path(f"/tmp/k3-platform-{os.getpid()}.pt")
-    try:
-        torch.save({"t": base}, path)
-        for location in (None, "cuda", torch.device("cuda", 1), {"cuda:0": "cuda:1"}, lambda storage, _: storage):
-            assert torch.equal(torch.load(path, map_location=location)["t"], base)
-        assert torch.equal(torch.load(path, "cuda", weights_only=False)["t"], base)
-    finally:
-        path.unlink()
+    torch.save({"t": base}, path)
+    for location in (None, "cuda", torch.device("cuda", 1), {"cuda:0": "cuda:1"}, lambda storage, _: storage):
+        assert torch.equal(torch.load(path, map_location=location)["t"], base)
+    assert torch.equal(torch.load(path, "cuda", weights_only=False)["t"], base)
 
 
 def test_torch_cuda():
