@@ -60,6 +60,29 @@ sys.exit(any(version(name) != pinned for name, pinned in pins) or not version("k
 PY
 }
 
+# Whether the environment's folder can be made. Comes before the question of free space, which means nothing where
+# nothing can be written.
+_k3_check_place() {
+    local where="$K3_VENV" reason
+    while [ ! -e "$where" ] && [ ! -L "$where" ]; do where="$(dirname "$where")"; done
+    if [ ! -d "$where" ]; then
+        _k3_fail "K3_VENV is $K3_VENV, and $where is a file: the environment is a folder of its own.
+         Name another folder with K3_VENV=DIR, and run this again."
+        return 1
+    fi
+    [ ! -d "$K3_VENV" ] || return 0
+    if ! reason="$(mkdir -p "$K3_VENV" 2>&1)"; then
+        _k3_cannot_write "${reason##*: }"
+        return 1
+    fi
+    rmdir "$K3_VENV" # what is refused later must not leave an empty folder behind
+}
+
+_k3_cannot_write() {
+    _k3_fail "K3_VENV is $K3_VENV, and that folder cannot be written to${1:+ ($1)}.
+         Name a folder of yours with K3_VENV=DIR, and run this again."
+}
+
 _k3_check_disk() {
     local where="$1" free_kb
     while [ ! -d "$where" ]; do where="$(dirname "$where")"; done
@@ -96,8 +119,9 @@ _k3_install() {
          Remove that folder, or name another one with K3_VENV=DIR, and run this again."
         return 1
     fi
+    [ ! -d "$K3_VENV" ] || [ -w "$K3_VENV" ] || { _k3_cannot_write; return 1; }
     _k3_check_disk "$K3_VENV" || return 1
-    mkdir -p "$K3_VENV" && printf '%s' "$owner" >"$marker" || { _k3_fail "cannot write to $K3_VENV."; return 1; }
+    mkdir -p "$K3_VENV" && printf '%s' "$owner" >"$marker" || { _k3_cannot_write; return 1; }
     rm -f "$K3_VENV/.k3-stamp"
     if ! _k3_python_works "$K3_VENV/bin/python"; then
         _k3_say "making the environment $K3_VENV with $("$python" --version 2>&1) ($python)"
@@ -143,8 +167,8 @@ _k3_setup_env() {
 # folder that holds the environment, so no lock file is left behind.
 _k3_locked_setup_env() {
     local parent status
+    _k3_check_place || return 1
     parent="$(dirname "$K3_VENV")"
-    mkdir -p "$parent" || { _k3_fail "cannot write to $parent."; return 1; }
     command -v flock >/dev/null 2>&1 || { _k3_setup_env; return; }
     exec 9<"$parent"
     if ! flock -n 9; then

@@ -22,6 +22,7 @@ TOOLS = (
     "mkdir",
     "mv",
     "rm",
+    "rmdir",
     "ls",
     "grep",
     "cp",
@@ -160,3 +161,23 @@ def test_too_little_disk_space_is_said_before_work(sandbox):
     sandbox.install("bin/df", "#!/usr/bin/env bash\nprintf 'head\\nfs 9 9 2097152 9%% /\\n'\n")
     code, said, asked = sandbox.run()
     assert code == 1 and "8 GB" in said and "2 GB" in said and asked == ""
+
+
+def test_a_place_where_no_folder_can_be_made_is_said_before_the_disk_is_asked(sandbox):
+    sandbox.install("bin/python3.12")
+    os.remove(sandbox.folder / "bin" / "df")
+    sandbox.install("bin/df", "#!/usr/bin/env bash\nprintf 'head\\nfs 9 9 0 9%% /\\n'\n")
+    file = sandbox.folder / "notes.txt"
+    file.write_text("mine")
+    for venv in (file, file / "below"):
+        sandbox.venv = venv
+        code, said, asked = sandbox.run()
+        assert code == 1 and f"{file} is a file" in said and "K3_VENV=DIR" in said and "GB" not in said, said
+        assert file.read_text() == "mine" and asked == ""
+    # Not even root makes folders there.
+    sandbox.venv = Path("/proc/k3-environment")
+    code, said, asked = sandbox.run()
+    assert code == 1 and "cannot be written to" in said and "K3_VENV=DIR" in said and "GB" not in said and asked == ""
+    sandbox.venv = sandbox.folder / "venv"
+    code, said, _ = sandbox.run()
+    assert code == 1 and "0 GB" in said and not sandbox.venv.exists(), "a refusal leaves no empty folder"
