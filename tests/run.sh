@@ -20,8 +20,20 @@ echo "[tests] ruff check"
 echo "[tests] pytest $*"
 "$K3_PYTHON" -m pytest "$@"
 status=$?
+# Options with which pytest lists or explains and runs nothing end with 0 as well.
+ran=yes
+for word in "$@"; do
+    case $word in
+        --collect-only | --co | --setup-plan | --setup-only | --fixtures | --funcargs | --fixtures-per-test | --markers | --cache-show*) ran="" ;;
+        -h | --help | -V | -VV | --version) ran="" ;;
+    esac
+done
 case $status in
-    0) echo "[tests] PASSED: ruff is clean and every selected test passed" ;;
+    0) if [ -n "$ran" ]; then
+           echo "[tests] PASSED: ruff is clean and no selected test failed"
+       else
+           echo "[tests] ruff is clean; NO TEST WAS RUN: pytest was only asked to show something"
+       fi ;;
     5) echo "[tests] FAILED: no test was selected" ;;
     *) echo "[tests] FAILED: see above (pytest exit code $status)" ;;
 esac

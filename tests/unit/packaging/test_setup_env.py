@@ -181,3 +181,20 @@ def test_a_place_where_no_folder_can_be_made_is_said_before_the_disk_is_asked(sa
     sandbox.venv = sandbox.folder / "venv"
     code, said, _ = sandbox.run()
     assert code == 1 and "0 GB" in said and not sandbox.venv.exists(), "a refusal leaves no empty folder"
+
+
+@pytest.mark.parametrize("word", ["--collect-only", "--co", "--markers", "--help"])
+def test_nothing_passed_when_no_test_was_run(sandbox, word):
+    sandbox.install("bin/python3.12")
+    sandbox.install("repo/tests/run.sh", (ROOT / "tests" / "run.sh").read_text())
+
+    def last_line(*words):
+        env = {"PATH": str(sandbox.folder / "bin"), "K3_VENV": str(sandbox.venv), "STUB_LOG": str(sandbox.log)}
+        command = [shutil.which("bash"), sandbox.repo / "tests" / "run.sh", *words]
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()[-1]
+
+    assert "PASSED" in last_line("tests/unit", "-k", "kda")
+    line = last_line("tests/unit", word)
+    assert "NO TEST WAS RUN" in line and "PASSED" not in line
