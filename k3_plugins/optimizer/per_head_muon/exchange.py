@@ -49,7 +49,10 @@ class Exchange:
             sends: a flat fp32 tensor for every peer.
             receives: the pieces that every peer sends.
         """
-        buffers = {peer: torch.empty(message_size(pieces), device=self.device) for peer, pieces in receives.items()}
+        buffers = {
+            peer: torch.empty(message_size(pieces), dtype=torch.float32, device=self.device)
+            for peer, pieces in receives.items()
+        }
         operations = [dist.P2POp(dist.irecv, buffers[peer], self.ranks[peer], self.group) for peer in buffers]
         operations += [dist.P2POp(dist.isend, tensor, self.ranks[peer], self.group) for peer, tensor in sends.items()]
         works = dist.batch_isend_irecv(operations) if operations else []

@@ -167,19 +167,32 @@ def matching_groups(saved: Groups, current: Groups, settings: MuonSettings) -> G
 class _ReplicatedStates:
     """Loading for Megatron's optimizers that keep whole parameters on every rank."""
 
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, **keywords: Any
+    ) -> dict[str, Any]:
+        """As Megatron's. While loading, groups come without the numbers of their parameters: merging those into the
+        groups of another optimizer fails with a message about lists, before anybody can say what is wrong."""
+        state = super().sharded_state_dict(model_sharded_state_dict, is_loading, **keywords)
+        if is_loading:
+            for group in state.get("optimizer", state)["param_groups"]:
+                del group["params"]
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As Megatron's; checkpoints of another optimizer are refused.
 
         Raises:
             FeatureError: if the checkpoint's optimizer state does not mean the same.
         """
-        inner = state_dict.get("optimizer", state_dict)
-        if not all(group.get("optimizer") in (MUON, ADAMW) for group in inner["param_groups"]):
+        groups = state_dict.get("optimizer", state_dict)["param_groups"]
+        if not all(group.get("optimizer") in (MUON, ADAMW) for group in groups):
             raise FeatureError(
-                "per-head-muon: the checkpoint's optimizer state is that of another optimizer; start a new one with "
-                "--no-load-optim, or convert it with --use-distributed-optimizer --muon-adamw-checkpoint convert"
+                "per-head-muon: another optimizer's state is in the checkpoint; start a new one with --no-load-optim, "
+                "or convert it with --use-distributed-optimizer --muon-adamw-checkpoint convert"
             )
-        matching_groups(inner["param_groups"], self.optimizer.param_groups, self.optimizer.settings)
+        matching_groups(groups, self.optimizer.param_groups, self.optimizer.settings)
+        for group, own in zip(groups, self.optimizer.state_dict()["param_groups"], strict=True):
+            group.setdefault("params", own["params"])
         super().load_state_dict(state_dict)
         self.optimizer.set_step(int(self.optimizer.param_groups[0]["step"]))
 

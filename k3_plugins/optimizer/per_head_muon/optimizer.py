@@ -197,7 +197,7 @@ class _Pipeline:
         return self.exchange.post(sends, chunk.plan.gather_receives)
 
     def _pack_directions(self, chunk: ChunkWork, message: Message) -> Tensor:
-        buffer = torch.empty(message_size(message), device=self.exchange.device)
+        buffer = torch.empty(message_size(message), dtype=torch.float32, device=self.exchange.device)
         for part, (assignment, piece) in zip(_cut(buffer, message), message, strict=True):
             shard = chunk.shards[assignment.matrix.parameter]
             part.copy_(self.optimizer.direction(shard, piece.element, piece.size))
@@ -218,7 +218,7 @@ class _Pipeline:
             for part, (assignment, piece) in zip(_cut(buffer, message), message, strict=True):
                 arrived[id(assignment), piece] = part
         sends = {
-            peer: torch.empty(message_size(message), device=self.exchange.device)
+            peer: torch.empty(message_size(message), dtype=torch.float32, device=self.exchange.device)
             for peer, message in plan.return_sends.items()
         }
         leaving = {}
@@ -242,7 +242,7 @@ class _Pipeline:
 
     def _fill(self, chunk: ChunkWork, batch: Sequence[Assignment], arrived: Mapping[Any, Tensor]) -> Tensor:
         """The directions of a batch, ``[b, n]`` in storage order."""
-        storage = torch.empty(len(batch), batch[0].matrix.size, device=self.exchange.device)
+        storage = torch.empty(len(batch), batch[0].matrix.size, dtype=torch.float32, device=self.exchange.device)
         for run in own_runs(batch, "sources"):
             here = slice(run.position, run.position + run.size)
             storage.view(-1)[here].copy_(self.optimizer.direction(chunk.shards[run.parameter], run.element, run.size))

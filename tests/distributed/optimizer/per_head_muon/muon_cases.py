@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 
 VOCABULARY, SEQUENCE = 24, 8
 LR, ADAMW_LR, DECAY = 0.02, 0.005, 0.1
@@ -33,6 +32,7 @@ class Case:
     bf16: bool = False
     bucket: int | None = None
     overlap: bool = False
+    stock: bool = False  # Megatron's AdamW for everything
     flags: tuple = ()  # of PerHeadMuonConfig
     muon: tuple = ()  # of Megatron's OptimizerConfig
     model_options: tuple = ()
@@ -232,7 +232,7 @@ class Run:
         self.places = [self._places(chunk) for chunk in self.chunks]
         with torch.no_grad():
             self._scatter(lambda key, shape: first_weights(key, shape), lambda p: p.data)
-        with muon_active(case):
+        with nullcontext() if case.stock else muon_active(case):
             self.optimizer = get_megatron_optimizer(optimizer_config(case), self.chunks)
         for group in self.optimizer.param_groups:
             group["lr"] = group["max_lr"]
@@ -302,6 +302,34 @@ class Run:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def save(self, folder: str, **metadata) -> None:
+        """Model and optimizer through Megatron's distributed checkpoint."""
+        from megatron.core import dist_checkpointing
+
+        dist_checkpointing.save(self._sharded(metadata, is_loading=False), folder, content_metadata=metadata)
+
+    def load(self, folder: str, **metadata) -> None:
+        """As Megatron's ``load_checkpoint`` does."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.utils import unwrap_model
+
+        state = dist_checkpointing.load(self._sharded(metadata, is_loading=True), folder)
+        for index, chunk in enumerate(unwrap_model(self.chunks)):
+            chunk.load_state_dict(state[f"model{index}"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _sharded(self, metadata: dict, is_loading: bool) -> dict:
+        from megatron.core import parallel_state as ps
+        from megatron.core.utils import unwrap_model
+
+        metadata = {**metadata, "dp_cp_group": ps.get_data_parallel_group(True), "singleton_local_shards": False}
+        metadata["chained_optim_avoid_prefix"] = True
+        chunks = unwrap_model(self.chunks)
+        state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+        model = state if len(self.chunks) > 1 else state["model0"]
+        state["optimizer"] = self.optimizer.sharded_state_dict(dict(model), is_loading, metadata=metadata)
+        return state
+
     def whole(self) -> list:
         """(key, global shape, slices, values) of everything on this rank, to be put together by `assemble`."""
         return [
@@ -335,7 +363,3 @@ def difference(actual: dict, expected: dict) -> tuple[float, str]:
         errors[key] = ((a - b).abs().max() / b.abs().max()).item()
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
-
-
-def finish() -> None:
-    dist.barrier()

@@ -145,7 +145,8 @@ def check(cases, nprocs, one_process, written_out):
         if case.sharded:
             formula = sum(expected for _, (_, expected) in ranks)
             assert sum(counted for counted, _ in ranks) == formula, case
-            assert (formula > 0) == (nprocs > case.pp), case
+            if case.model == "k3":  # the layers of gpt are alike: a cut in halves may fall between two of them
+                assert (formula > 0) == (nprocs > case.pp), case
 
 
 @pytest.mark.parametrize("nprocs", LAYOUTS)

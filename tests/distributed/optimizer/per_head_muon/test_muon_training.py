@@ -1,0 +1,102 @@
+"""Training through the product's door: gradient accumulation, pipeline, checkpoints, metric, witness, doctor."""
+
+import json
+import re
+
+import pytest
+
+from tests.harness.k3_model import DOOR, flags
+from tests.harness.launch import launch
+from tests.harness.losses import read, relative_difference
+
+MUON = """
+    --k3-plugins kda,gated-mla,per-head-muon --num-layers 2 --linear-attention-freq [1,0] --ffn-hidden-size 136
+    --muon-fp32-matmul-prec high --muon-adamw-lr 1e-3 --train-iters 6 --ckpt-format torch_dist
+"""
+# fp32 gradients of other micro-batches or ranks differ by 1e-7 in the order of their sums; Newton-Schulz multiplies
+# that by up to 485 where a singular value is small. Gradient norms are compared too: clipping hides a doubled gradient.
+TRAINING = 2e-5
+
+
+def train(folder, nprocs, *words, check=True):
+    return launch(DOOR, flags(MUON, *words), nprocs=nprocs, records=folder, timeout=400, check=check)
+
+
+def difference(actual, expected):
+    """The larger relative difference of losses and gradient norms."""
+    norms = max(abs(actual[i].grad_norm - expected[i].grad_norm) / expected[i].grad_norm for i in expected)
+    return max(relative_difference(actual, expected), norms)
+
+
+def test_accumulation_pipelines_and_resharded_resumes_give_the_same_training(tmp_path):
+    """4 micro-batches of 2 at DP 2 (saved half way), 1 of 8 on one rank, and the rest of the run at DP 1 and PP 2."""
+    save = f"--save {tmp_path / 'ckpt'} --save-interval 3 --dist-ckpt-optim-fully-reshardable"
+    board = f"--tensorboard-dir {tmp_path / 'board'} --tensorboard-log-interval 1"
+    first = train(tmp_path / "dp2", 2, "--use-distributed-optimizer --micro-batch-size 1", save, board)
+    whole = read(first.records)
+    witness = re.findall(r"witness per-head-muon: (\d+) matrices owned, (\d+) elements received", first.logs[0])
+    assert witness and int(witness[0][0]) > 0
+    assert any("k3/muon-p2p-ms" in path.read_bytes().decode(errors="ignore") for path in (tmp_path / "board").iterdir())
+
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
+    load = f"--load {tmp_path / 'ckpt'} --dist-ckpt-optim-fully-reshardable --use-distributed-optimizer"
+    for name, nprocs, words in (
+        ("one", 1, "--micro-batch-size 8"),
+        ("pp", 2, "--pipeline-model-parallel-size 2 --micro-batch-size 2"),
+    ):
+        resumed = read(train(tmp_path / name, nprocs, load, words).records)
+        assert sorted(resumed) == [4, 5, 6], name
+        assert difference(resumed, {i: whole[i] for i in resumed}) <= TRAINING, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nprocs", "words"),
+    [
+        (4, "--use-distributed-optimizer --micro-batch-size 1"),
+        (2, "--micro-batch-size 2"),
+        (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 2"),
+        (2, "--use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"),
+    ],
+)
+def test_other_layouts_train_alike(nprocs, words, tmp_path):
+    one = read(train(tmp_path / "one", 1, "--micro-batch-size 8").records)
+    assert difference(read(train(tmp_path / "other", nprocs, words).records), one) <= TRAINING
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer lion"),
+        ("--optimizer sgd", "--optimizer sgd and per-head-muon are two optimizers"),
+    ],
+)
+def test_bad_options_end_the_run_with_exit_code_2(words, message, tmp_path):
+    result = train(tmp_path, 1, words, check=False)
+    assert result.rc == 2 and message in result.logs[0] and not list(tmp_path.glob("rank*"))
+
+
+def test_the_doctor_prints_the_table_of_a_model_without_building_it_in_memory():
+    """K3's own sizes, 2.8 T parameters: the tensors have no memory."""
+    words = """
+        --json --k3-plugins kda,gated-mla,latent-moe,per-head-muon --k3-platform cpu --optimizer
+        --num-layers 4 --linear-attention-freq [1,1,1,0] --hidden-size 7168 --num-attention-heads 96
+        --ffn-hidden-size 33792 --kda-num-heads 96 --kda-head-dim 128 --q-lora-rank 1536 --kv-lora-rank 512
+        --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --multi-latent-attention
+        --num-experts 896 --moe-router-topk 16 --moe-ffn-hidden-size 3072 --moe-latent-size 3584
+        --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 6144 --moe-router-score-function sigmoid
+        --moe-router-load-balancing-type none --normalization RMSNorm --swiglu --disable-bias-linear
+        --untie-embeddings-and-output-weights --position-embedding-type none --seq-length 64
+        --max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 163839 --mock-data --train-iters 1
+        --lr 1e-3 --micro-batch-size 1 --transformer-impl local --expert-model-parallel-size 8
+    """
+    result = launch("k3_plugins.doctor", words.split(), nprocs=1, timeout=400, check=False)
+    log = result.logs[0]
+    assert '"verdict"' in log, log[-3000:]
+    report = json.JSONDecoder().raw_decode(log[log.index('{\n  "verdict"') :])[0]
+    assert report["problems"] == [], report["problems"]
+    rows = {row["parameter"]: row for row in report["optimizer"]}
+    assert rows["decoder.layers.[0-2].self_attention.linear_q.weight"]["split"] == "per head: 96 q of 128 rows"
+    experts = rows["decoder.layers.[1-3].mlp.experts.weight1"]
+    assert experts["shape"] == [896, 6144, 3584] and experts["owner_group"] == "expert data parallel"
+    assert rows["decoder.layers.[0-2].self_attention.q_conv"]["optimizer"] == "adamw"
