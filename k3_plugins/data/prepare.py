@@ -20,7 +20,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TextIO
@@ -53,13 +53,17 @@ class PrepareConfig:
 
 @dataclass(frozen=True)
 class UnitResult:
-    """What a worker made of one unit: the ids of its documents end to end, and per document three numbers."""
+    """What a worker made of one unit: the ids of its documents end to end, and per document three numbers.
+
+    ``skips`` count lines from the start of the unit, which has ``lines`` of them.
+    """
 
     ids: bytes
     lengths: list[int]
     text_bytes: list[int]
     digests: list[int]
     skips: list[Skip]
+    lines: int
 
 
 @dataclass
@@ -82,7 +86,7 @@ class UnitEncoder:
         self.tokenizer = Tokenizer(config.tokenizer)
 
     def __call__(self, unit: WorkUnit) -> UnitResult:
-        result = UnitResult(b"", [], [], [], [])
+        result = UnitResult(b"", [], [], [], [], 0)
         parts = []
         key = str(self.config.seed).encode()
         for item in read_unit(unit, json_key=self.config.json_key, on_bad_utf8=self.config.on_bad_utf8):
@@ -95,7 +99,8 @@ class UnitEncoder:
             result.text_bytes.append(len(item.text))
             digest = hashlib.blake2b(item.text, digest_size=8, key=key).digest()
             result.digests.append(int.from_bytes(digest, "little"))
-        return UnitResult(b"".join(parts), result.lengths, result.text_bytes, result.digests, result.skips)
+        lines = len(result.lengths) + sum(skip.line is not None for skip in result.skips) if unit.jsonl else 0
+        return replace(result, ids=b"".join(parts), lines=lines)
 
     def _encode(self, document: Document) -> np.ndarray:
         ids = self.tokenizer.encode(document.text)
@@ -120,6 +125,7 @@ def prepare(config: PrepareConfig, progress: Callable[[int, int, int], None] | N
     _check_config(config)
     output = Path(os.path.realpath(config.output))
     inputs = enumerate_inputs(config.inputs, include=config.include, exclude=config.exclude, all_jsonl=config.jsonl)
+    _check_for_documents(config, inputs)
     tokenizer = Tokenizer(config.tokenizer).info
     builder_type, dtype = _megatron_builder(tokenizer)
     if tokenizer.kind != "byte":
@@ -159,6 +165,25 @@ def _check_config(config: PrepareConfig) -> None:
                 )
 
 
+def _check_for_documents(config: PrepareConfig, inputs: Inputs) -> None:
+    """Refuses inputs without any document, before Megatron is imported; reads up to the first one."""
+    reasons = Counter(skip.reason for skip in inputs.skips)
+    for unit in inputs.units:
+        for item in read_unit(unit, json_key=config.json_key, on_bad_utf8=config.on_bad_utf8):
+            if isinstance(item, Document):
+                return
+            reasons[item.reason] += 1
+    raise _no_document(config, reasons)
+
+
+def _no_document(config: PrepareConfig, reasons: Counter) -> InputError:
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    return InputError(
+        f"no document found in {', '.join(map(repr, config.inputs))} ({counts or 'nothing was there'}): "
+        "check the paths, --include, --exclude and --json-key"
+    )
+
+
 def _megatron_builder(tokenizer: TokenizerInfo) -> tuple[type, type]:
     """Megatron's own writer, and the id type that it prescribes for the vocabulary."""
     module = import_megatron("megatron.core.datasets.indexed_dataset", "to write its data set")
@@ -170,7 +195,7 @@ def _encode_all(
 ) -> Spool:
     spool = Spool(stage / "spool")
     skipped_path = stage / "skipped.jsonl"
-    done = 0
+    done = lines_before = 0
     with open(spool.path, "wb") as ids, open(skipped_path, "w", encoding="utf-8") as skipped:
         _note_skips(inputs.skips, spool, skipped)
         progress(0, inputs.total_bytes, 0)
@@ -179,24 +204,28 @@ def _encode_all(
             spool.lengths.extend(result.lengths)
             spool.text_bytes.extend(result.text_bytes)
             spool.digests.extend(result.digests)
-            _note_skips(result.skips, spool, skipped)
+            if unit.start == 0:
+                lines_before = 0
+            _note_skips(result.skips, spool, skipped, lines_before)
+            lines_before += result.lines
             done += unit.size
             progress(done, inputs.total_bytes, len(spool.lengths))
     if not spool.skipped:
         skipped_path.unlink()
     if not spool.lengths:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(spool.skipped.items()))
-        raise InputError(
-            f"no document found in {', '.join(map(repr, config.inputs))} ({reasons or 'nothing was there'}): "
-            "check the paths, --include, --exclude and --json-key"
-        )
+        raise _no_document(config, spool.skipped)  # the files changed since they were checked
     return spool
 
 
-def _note_skips(skips: Sequence[Skip], spool: Spool, stream: TextIO) -> None:
+def _note_skips(skips: Sequence[Skip], spool: Spool, stream: TextIO, lines_before: int = 0) -> None:
     for skip in skips:
+        record = asdict(skip)
+        if skip.line is None:
+            del record["line"]
+        else:
+            record["line"] = lines_before + skip.line
         # File names may hold bytes that are no UTF-8; JSON escapes them.
-        print(json.dumps(asdict(skip)), file=stream)
+        print(json.dumps(record), file=stream)
         spool.skipped[skip.reason] += 1
 
 

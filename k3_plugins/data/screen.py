@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 import time
 from types import TracebackType
@@ -72,7 +73,7 @@ class PrepareScreen:
         )
         if info.skipped:
             self._skips(folder, info)
-        print("Megatron flags:", " ".join(info.megatron_flags(folder)))
+        print("Megatron flags:", shlex.join(info.megatron_flags(folder)))
 
     @staticmethod
     def _skips(folder: str, info: DatasetInfo) -> None:
@@ -90,5 +91,7 @@ class PrepareScreen:
                     break
                 # File names may hold bytes that no terminal can show.
                 source = skip["source"].encode("utf-8", errors="backslashreplace").decode("utf-8")
+                if "line" in skip:
+                    source += f", line {skip['line']}"
                 print(f"  {skip['reason']}: {source}" + (f" ({skip['detail']})" if skip["detail"] else ""))
                 shown += 1

@@ -11,7 +11,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 # Small enough that workers share the load of one big JSONL file, large enough that a unit is worth a message.
@@ -26,7 +26,7 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One document: where it came from, and its text as UTF-8 bytes."""
+    """One document: the file it came from, and its text as UTF-8 bytes."""
 
     source: str
     text: bytes
@@ -36,12 +36,15 @@ class Document:
 class Skip:
     """Something that was looked at and is not in the data set.
 
-    ``reason`` is one of a few fixed words that are counted; ``detail`` is for the reader of the list.
+    ``reason`` is one of a few fixed words that are counted; ``detail`` is for the reader of the list. ``line`` is the
+    line of a JSONL file, from 1; out of ``read_unit``, which does not know what lies before its unit, the line of the
+    unit.
     """
 
     source: str
     reason: str
     detail: str = ""
+    line: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,7 @@ def _checked(source: str, raw: bytes, on_bad_utf8: str) -> Document | Skip:
 
 
 def _read_jsonl(unit: WorkUnit, json_key: str, on_bad_utf8: str) -> Iterator[Document | Skip]:
+    """One item for every line of the unit, unless reading fails."""
     try:
         with open(unit.jsonl, "rb") as stream:
             # A line belongs to the unit in which its first byte lies: unless the byte before the range ends a line, the
@@ -219,15 +223,19 @@ def _read_jsonl(unit: WorkUnit, json_key: str, on_bad_utf8: str) -> Iterator[Doc
             if unit.start:
                 stream.seek(unit.start - 1)
                 stream.readline()
+            number = 0
             while (position := stream.tell()) < unit.stop:
-                yield _parse_line(f"{unit.jsonl}@{position}", stream.readline(), json_key, on_bad_utf8)
+                number += 1
+                line = stream.readline()
+                if position == 0:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                item = _parse_line(unit.jsonl, line, json_key, on_bad_utf8)
+                yield replace(item, line=number) if isinstance(item, Skip) else item
     except OSError as error:
-        yield Skip(f"{unit.jsonl}@{unit.start}", "unreadable", _oserror(error))
+        yield Skip(unit.jsonl, "unreadable", f"from byte {unit.start} on: {_oserror(error)}")
 
 
 def _parse_line(source: str, line: bytes, json_key: str, on_bad_utf8: str) -> Document | Skip:
-    if source.endswith("@0"):
-        line = line.removeprefix(b"\xef\xbb\xbf")
     if not line.strip():
         return Skip(source, "empty", "blank line")
     try:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shlex
 import subprocess
 import sys
 
@@ -171,7 +172,7 @@ def test_command_prints_counts_and_flags_and_ends_with_2_on_bad_input(corpus, tm
     printed = capsys.readouterr()
     assert "1 not-utf8" in printed.out and "bad.txt" in printed.out
     flags = sidecar.read(out).megatron_flags(out)
-    assert "Megatron flags: " + " ".join(flags) in printed.out
+    assert "Megatron flags: " + shlex.join(flags) in printed.out
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["megatron_flags"] == flags
     assert main([str(corpus / "none"), "--output", out + "2"]) == 2
     assert "does not exist" in capsys.readouterr().err
@@ -181,6 +182,44 @@ def test_command_prints_counts_and_flags_and_ends_with_2_on_bad_input(corpus, tm
     printed = capsys.readouterr().out
     for field in PrepareConfig.__dataclass_fields__:
         assert field == "inputs" or "--" + field.replace("_", "-") in printed
+
+
+def test_left_out_lines_are_named_by_their_number_in_the_file(tmp_path, monkeypatch, capsys):
+    texts = ['{"text": "%s"}' % ("x" * i) if i % 5 else "no json" for i in range(1, 61)]
+    good = [i for i in range(1, 61) if i % 5]
+    for name in ("a b.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("\n".join(texts) + "\n")
+    monkeypatch.setattr(sources, "UNIT_BYTES", 150)  # many units to a file, and several lines to most of them
+    assert len(sources.enumerate_inputs([str(tmp_path)]).units) > 20
+    out = tmp_path / "out"
+    assert main([str(tmp_path / "a b.jsonl"), str(tmp_path / "c.jsonl"), "--output", str(out), "--workers", "1"]) == 0
+    assert sidecar.read(out).splits["train"].documents + sidecar.read(out).splits["validation"].documents == 2 * len(
+        good
+    )
+    skips = list(map(json.loads, (out / "skipped.jsonl").read_text().splitlines()))
+    found = [(os.path.basename(skip["source"]), skip["line"]) for skip in skips]
+    assert found == [(name, line) for name in ("a b.jsonl", "c.jsonl") for line in range(5, 61, 5)]
+    assert f"bad-json: {tmp_path / 'a b.jsonl'}, line 10 (" in capsys.readouterr().out
+
+
+def test_flags_can_be_pasted_wherever_the_data_set_lies(corpus, tmp_path, capsys):
+    out = tmp_path / "my data's set"
+    assert main([str(corpus), "--output", str(out), "--workers", "1"]) == 0
+    line = capsys.readouterr().out.split("Megatron flags: ")[1].splitlines()[0]
+    pasted = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True)
+    assert pasted.stdout.splitlines() == sidecar.read(out).megatron_flags(str(out))
+
+
+def test_inputs_without_a_document_are_refused_before_megatron_is_imported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "d.jsonl").write_text('{"body": "x"}\n\n')
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(prepare_module, "import_megatron", lambda *_: pytest.fail("Megatron was imported"))
+    for name, reason in (("empty.txt", "1 empty"), ("d.jsonl", "1 empty, 1 no-text-field"), ("folder", "nothing was")):
+        assert main([str(tmp_path / name), "--output", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert "no document found" in said and reason in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_run_leaves_nothing_behind(corpus, tmp_path):
