@@ -38,6 +38,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # no
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.training.training import wrap_model_chunks_with_ddp  # noqa: E402
 
 from k3_plugins.models.kimi_k3.layer_specs import block_spec  # noqa: E402
@@ -206,11 +207,13 @@ def _measure(args: SimpleNamespace, name: str) -> Sequence[float]:
         clip_grad=0.0,
         use_distributed_optimizer=not layer_wise_muon,
         use_layer_wise_distributed_optimizer=layer_wise_muon,
-        **MOONLIGHT,
+        bf16=True,  # Megatron's layer-wise optimizer has no fp32 form
+        params_dtype=torch.bfloat16,
+        **{**MOONLIGHT, "muon_fp32_matmul_prec": "high"},
     )
     if name.startswith("per-head"):
         limit = 1 if name.endswith("batch") else 2**26
-        optimizer = _per_head(config, chunk, MuonSettings(batch_elements=limit))
+        optimizer = _per_head(config, chunk, MuonSettings(batch_elements=limit, matmul_precision="high"))
     else:
         optimizer = get_megatron_optimizer(config, [chunk])
     times, meter = [], Allocations()
@@ -260,6 +263,8 @@ def _chunk(args: SimpleNamespace, layer_wise_muon: bool) -> Any:
         gated_linear_unit=True,
         add_bias_linear=False,
         bias_activation_fusion=False,
+        bf16=True,
+        params_dtype=torch.bfloat16,
         use_cpu_initialization=True,
         transformer_impl="local",
         gradient_accumulation_fusion=False,
@@ -274,7 +279,11 @@ def _chunk(args: SimpleNamespace, layer_wise_muon: bool) -> Any:
     )
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=not layer_wise_muon)
     (chunk,) = wrap_model_chunks_with_ddp(
-        [model], config, ddp, use_layer_wise_distributed_optimizer=layer_wise_muon, bucket_sizes=[None]
+        [Float16Module(config, model)],
+        config,
+        ddp,
+        use_layer_wise_distributed_optimizer=layer_wise_muon,
+        bucket_sizes=[None],
     )
     return chunk
 

@@ -69,6 +69,8 @@ def _add_optimizer(diagnosis: Diagnosis, words: Sequence[str]) -> None:
         diagnosis.optimizer = optimizer_rows(words)
     except FeatureError as error:
         diagnosis.problems.append(str(error))
+    except SystemExit:
+        diagnosis.problems.append("--optimizer: no model can be built with these flags; the reason is printed above")
 
 
 def render(diagnosis: Diagnosis) -> None:

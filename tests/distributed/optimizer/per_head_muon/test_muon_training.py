@@ -80,7 +80,7 @@ def test_the_doctor_prints_the_table_of_a_model_without_building_it_in_memory():
     """K3's own sizes, 2.8 T parameters: the tensors have no memory."""
     words = """
         --json --k3-plugins kda,gated-mla,latent-moe,per-head-muon --k3-platform cpu --optimizer
-        --num-layers 4 --linear-attention-freq [1,1,1,0] --hidden-size 7168 --num-attention-heads 96
+        --num-layers 4 --linear-attention-freq [1,1,1,0] --hidden-size 7168 --num-attention-heads 96 --kv-channels 128
         --ffn-hidden-size 33792 --kda-num-heads 96 --kda-head-dim 128 --q-lora-rank 1536 --kv-lora-rank 512
         --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --multi-latent-attention
         --num-experts 896 --moe-router-topk 16 --moe-ffn-hidden-size 3072 --moe-latent-size 3584
