@@ -28,6 +28,25 @@ class Codec:
     end: int
     """The end of a document."""
 
+    def continued(self, prompt: str, ids: Sequence[int], new: Sequence[int]) -> str:
+        """The prompt as it was typed, and the text that ``new`` adds to it.
+
+        What new ids spell depends on what stands before them: SentencePiece drops the space in front of the first word
+        of a text, and pieces that are single bytes make a character together. So prompt and continuation are decoded
+        as one text, of which the prompt's part is cut off.
+
+        Args:
+            prompt: a text.
+            ids: its ids.
+            new: ids that follow.
+
+        Returns:
+            the whole text. If the prompt's end reads otherwise with the new ids behind it (a tokenizer that cleans up
+            spaces), it is the tokenizer's spelling of everything.
+        """
+        before, whole = self.decode(ids), self.decode([*ids, *new])
+        return prompt + whole[len(before) :] if whole.startswith(before) else whole
+
 
 def codec_for(saved: Namespace, iteration: Path, spec: str | None = None) -> Codec:
     """The tokenizer of a checkpoint.
@@ -82,4 +101,5 @@ def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
         return AutoTokenizer.from_pretrained(model, local_files_only=True).decode
     from sentencepiece import SentencePieceProcessor
 
-    return lambda ids: SentencePieceProcessor(model_file=model).decode(list(ids))
+    processor = SentencePieceProcessor(model_file=model)
+    return lambda ids: processor.decode(list(ids))
