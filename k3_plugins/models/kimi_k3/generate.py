@@ -17,6 +17,7 @@ from pathlib import Path
 from k3_plugins.failure import fail
 from k3_plugins.feature import FeatureError
 from k3_plugins.models.kimi_k3.hf_config import ConversionError
+from k3_plugins.models.kimi_k3.sampling import Sampling
 
 DOOR = "k3_plugins.models.kimi_k3.generate"
 
@@ -57,16 +58,16 @@ def run(args: argparse.Namespace) -> None:
     """
     ids = _ids(args.prompt_ids) if args.prompt_ids is not None else None
     if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be at least 1")
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens}: give a number of at least 1")
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
 
     from k3_plugins.models.kimi_k3 import checkpoint_model
 
     loaded = checkpoint_model.load(args.load, args.ckpt_step, args.k3_platform, DOOR)
 
-    from k3_plugins.models.kimi_k3.generation import GenerationState, Sampling, continuation
+    from k3_plugins.models.kimi_k3.generation import GenerationState, continuation
     from k3_plugins.models.kimi_k3.text import codec_for
 
-    sampling = Sampling(args.temperature, args.top_k, args.top_p)
     codec = codec_for(loaded.saved, loaded.iteration, args.tokenizer) if ids is None else None
     if codec is not None:
         # A text that is empty begins like every document: after the end of another.
@@ -82,12 +83,11 @@ def run(args: argparse.Namespace) -> None:
                 vocab_size=loaded.args.vocab_size,
                 sampling=sampling,
                 stop=() if codec is None else (codec.end,),
-                seed=args.seed,
                 device=device,
             )
         )
     seconds = time.perf_counter() - start
-    print(",".join(map(str, [*ids, *new])) if codec is None else args.prompt + codec.decode(new), flush=True)
+    print(",".join(map(str, [*ids, *new])) if codec is None else codec.continued(args.prompt, ids, new), flush=True)
     print(
         f"{len(ids)} prompt tokens, {len(new)} new tokens in {seconds:.1f} s; KDA state {state.kda_bytes} bytes, "
         f"MLA latents {state.latent_bytes} bytes",

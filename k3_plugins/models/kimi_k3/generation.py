@@ -1,22 +1,26 @@
 """Continue token ids with a K3-style model: chunked prefill, then one token at a time from the layers' states.
 
     with GenerationState(model) as state:
-        logits = state.advance(prompt_ids)          # [s, V], in one or several chunks
-        for id in continuation(state, logits, ...): ...
+        for id in continuation(state, prompt_ids, 100, vocab_size=V, sampling=Sampling()): ...
+
+    with GenerationState(model, batch) as state:
+        logits = state.advance(ids)                 # [b, 1, V]: of the token after the last one
 
 Every attention layer gets a cache (KDA: constant size; MLA: latents) for as long as the state is open; everything
 between the attention layers is the model's own forward pass.
+
+Letters: b texts, s tokens, h hidden size, V padded vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from k3_plugins.models.kimi_k3.sampling import Sampling, choose
 from k3_plugins.transformer.gated_mla.generation import LatentCache
 from k3_plugins.transformer.gated_mla.layer import GatedMLASelfAttention
 from k3_plugins.transformer.kda.generation import KDACache
@@ -72,64 +76,42 @@ class GenerationState:
         return sum(cache.bytes for cache in self.caches if isinstance(cache, LatentCache))
 
     @torch.no_grad()
-    def advance(self, ids: Tensor, chunk: int = PREFILL_CHUNK) -> Tensor:
+    def advance(self, ids: Tensor, chunk: int = PREFILL_CHUNK, every: bool = False) -> Tensor:
         """Read the next tokens.
 
         Args:
-            ids: int64 ``[b, s]``.
+            ids: int64 ``[b, s]``, at least one token.
             chunk: tokens read at once.
+            every: also give the logits of the tokens before the last one; they take ``b s V`` numbers of memory.
 
         Returns:
-            logits ``[b, s, V]`` of the token after each of them.
+            logits of the token after the last one, ``[b, 1, V]``; with ``every``, after each one, ``[b, s, V]``.
         """
-        parts = [self._forward(part) for part in ids.split(chunk, dim=1)]
-        return torch.cat(parts, dim=1)
+        parts = ids.split(chunk, dim=1)
+        logits = [self._forward(part, every, part is parts[-1]) for part in parts]
+        return torch.cat(logits, dim=1) if every else logits[-1]
 
-    def _forward(self, ids: Tensor) -> Tensor:
+    def _forward(self, ids: Tensor, every: bool, last: bool) -> Tensor | None:
         positions = torch.arange(self.length, self.length + ids.shape[1], device=ids.device).expand_as(ids)
-        logits = self.model(ids, positions, None)
+        process = None if every else _last_logits if last else _no_logits
+        logits = self.model(ids, positions, None, output_processor=process)
         self.length += ids.shape[1]
         return logits
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen."""
+def _last_logits(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, scale_logits: Any, **rest: Any
+) -> Tensor:
+    """What Megatron's model does after its last layer, for the last position alone.
 
-    temperature: float = 0.0
-    """0 takes the most likely token."""
-    top_k: int = 0
-    """Only the so many most likely tokens; 0 for all."""
-    top_p: float = 1.0
-    """Only the most likely tokens that together have this probability."""
-
-    def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"--temperature {self.temperature} must not be negative; 0 takes the most likely token")
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k} must not be negative; 0 allows every token")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} must be above 0 and at most 1")
-
-
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> int:
-    """The next token.
-
-    Args:
-        logits: ``[V]``, real tokens only.
-        sampling: see there; top-k is applied before top-p.
-        generator: on the CPU; for sampling.
+    Megatron calls it in the place of its own output step (``output_processor``), with ``hidden_states`` ``[s, b, h]``.
     """
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    scores, ids = (logits.float().cpu() / sampling.temperature).sort(descending=True, stable=True)
-    if sampling.top_k:
-        scores, ids = scores[: sampling.top_k], ids[: sampling.top_k]
-    probabilities = scores.softmax(-1)
-    if sampling.top_p < 1:
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)  # the first one always stays
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+    logits, _ = output_layer(hidden_states[-1:], weight=output_weight)
+    return scale_logits(logits).transpose(0, 1).contiguous()
+
+
+def _no_logits(**rest: Any) -> None:
+    """For a chunk that another one follows: only the layers' states are wanted."""
 
 
 def continuation(
@@ -140,7 +122,6 @@ def continuation(
     vocab_size: int,
     sampling: Sampling,
     stop: Collection[int] = (),
-    seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Iterator[int]:
     """Ids that follow a prompt, one by one, until a stop id (which is not returned) or the limit.
@@ -152,7 +133,6 @@ def continuation(
         vocab_size: V; the padding of the vocabulary is never chosen.
         sampling: how ids are chosen.
         stop: ids that end the text.
-        seed: of the sampling.
         device: where the model is.
 
     Raises:
@@ -160,7 +140,7 @@ def continuation(
     """
     if not prompt or not all(0 <= id < vocab_size for id in prompt):
         raise ValueError(f"the prompt must hold at least one id, each from 0 to {vocab_size - 1}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sampling.seed)
     new = torch.tensor([list(prompt)], device=device)
     for _ in range(max_new_tokens):
         logits = state.advance(new)[0, -1, :vocab_size]

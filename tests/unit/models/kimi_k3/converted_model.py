@@ -82,10 +82,17 @@ def generation(model, ids, vocab) -> dict:
             value.data = value.data.double()  # model.double() keeps A_log and dt_bias in fp32
     found = {"reference": forward(model, ids)[..., :vocab].detach(), "kda_bytes": [], "latent_bytes": []}
     with product.GenerationState(model, ids.shape[0]) as state:
-        found["one chunk"] = state.advance(ids)[..., :vocab]
+        found["one chunk"] = state.advance(ids, every=True)[..., :vocab]
     with product.GenerationState(model, ids.shape[0]) as state:
         sizes = [*CHUNKS, ids.shape[1] - sum(CHUNKS)]
-        found["chunks"] = torch.cat([state.advance(part) for part in ids.split(sizes, dim=1)], dim=1)[..., :vocab]
+        found["chunks"] = torch.cat([state.advance(p, every=True) for p in ids.split(sizes, dim=1)], 1)[..., :vocab]
+    found["output layer"] = []  # shapes of what it computes
+    hook = model.output_layer.register_forward_hook(
+        lambda *call: found["output layer"].append(tuple(call[2][0].shape[:2]))
+    )
+    with product.GenerationState(model, ids.shape[0]) as state:
+        found["last"] = state.advance(ids, chunk=20)[..., :vocab]
+    hook.remove()
     steps = []
     with product.GenerationState(model, ids.shape[0]) as state:
         for token in ids.split(1, dim=1):
@@ -96,21 +103,17 @@ def generation(model, ids, vocab) -> dict:
 
     prompt = ids[0, :9].tolist()
     with product.GenerationState(model) as state:
-        found["greedy"] = list(
-            product.continuation(state, prompt, 24, vocab_size=vocab, sampling=product.Sampling())
-        )
+        found["greedy"] = list(product.continuation(state, prompt, 24, vocab_size=vocab, sampling=product.Sampling()))
     whole = list(prompt)
     with torch.no_grad():
         for _ in range(24):
             whole.append(int(forward(model, torch.tensor([whole]))[0, -1, :vocab].argmax()))
     found["greedy by the whole forward"] = whole[len(prompt) :]
-    sampled = product.Sampling(temperature=1.0, top_k=20, top_p=0.9)
     found["sampled"] = []
     for seed in (1, 1, 2):
+        sampled = product.Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=seed)
         with product.GenerationState(model) as state:
-            found["sampled"].append(
-                list(product.continuation(state, prompt, 12, vocab_size=vocab, sampling=sampled, seed=seed))
-            )
+            found["sampled"].append(list(product.continuation(state, prompt, 12, vocab_size=vocab, sampling=sampled)))
     return found
 
 

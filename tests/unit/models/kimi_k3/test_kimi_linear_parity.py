@@ -1,6 +1,7 @@
 """A converted `transformers` Kimi-Linear computes the same: logits, every gradient, and it converts back bit by bit."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -62,6 +63,9 @@ def test_generation_equals_the_whole_forward(case):
     found = case[3]["generation"]
     for way in ("one chunk", "chunks", "tokens"):
         assert (found[way] - found["reference"]).abs().max() <= STEPS, way
+    assert (found["last"] - found["reference"][:, -1:]).abs().max() <= STEPS
+    # A prompt in four chunks: the output layer computes one position of each text, once.
+    assert found["output layer"] == [(1, 2)] and found["last"].shape == (2, 1, oracle.VOCAB)
     assert found["greedy"] == found["greedy by the whole forward"]
     assert found["sampled"][0] == found["sampled"][1] != found["sampled"][2]
 
@@ -114,7 +118,7 @@ def test_transformers_reads_what_is_written_without_a_sidecar(case, tmp_path):
 def test_printed_flags_train_on_and_the_result_is_exported(case, tmp_path):
     """``--load`` under another layout, a step that changes nothing, a checkpoint of Megatron's own, and back."""
     root = case[0]
-    flags = (root / "flags.txt").read_text().split()
+    flags = shlex.split((root / "flags.txt").read_text())
     once = """--pipeline-model-parallel-size 2 --seq-length 32 --max-position-embeddings 32 --train-iters 1
         --lr 0 --min-lr 0 --lr-warmup-iters 0 --weight-decay 0 --moe-router-bias-update-rate 0
         --save-interval 1 --no-save-optim --no-save-rng --k3-platform cpu""".split()
