@@ -12,6 +12,7 @@ This module imports neither torch nor megatron.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -83,7 +84,7 @@ SIZES = {
     "intermediate_size": "dense_ffn_hidden_size",
     "rms_norm_eps": "norm_eps",
 }
-"""Required fields of the config -> fields of the description."""
+"""Required fields of the config -> fields of the description. Whole numbers from 1, but for the two tables below."""
 
 EXPERT_SIZES = {
     "num_experts": "num_experts",
@@ -101,6 +102,12 @@ OPTIONAL_SIZES = {
     "initializer_range": "init_method_std",
 }
 """Fields that may be absent or null."""
+
+FACTORS = frozenset(("rms_norm_eps", "routed_scaling_factor", "initializer_range"))
+"""Of the fields above, those that are positive numbers of any kind."""
+
+COUNTS = frozenset(("num_shared_experts",))
+"""Of the fields above, those that may be 0."""
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mla_use_nope": ((True,), "full attention here has no rotary embedding"),
@@ -155,21 +162,68 @@ class _Reader:
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def get(self, name: str, kinds: type | tuple[type, ...], default: Any = None, required: bool = False) -> Any:
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        """A text (str), true or false (bool), a list or a table of fields (dict)."""
         value = self.values.get(name)
         if value is None:
-            if required:
-                self.faults.append(f"{name} is missing")
             return default
-        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-            self.faults.append(f"{name} is {value!r}, not {_kind_name(kinds)}")
+        if type(value) is not kind:
+            self.faults.append(f"{name} is {_shown(value)}, not {_KINDS[kind]}")
             return default
         return value
 
+    def size(self, name: str, required: bool = False, smallest: int = 1) -> int | None:
+        """A whole number of at least ``smallest``; None if it is absent or wrong."""
+        value = self._present(name, required)
+        return None if value is None else self.checked_size(name, value, smallest)
 
-def _kind_name(kinds: type | tuple[type, ...]) -> str:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", list: "a list"}
-    return names.get(kinds if isinstance(kinds, type) else kinds[-1], "a table of fields")
+    def checked_size(self, name: str, value: Any, smallest: int = 1) -> int | None:
+        """The same for a value that is at hand."""
+        if type(value) is int and value >= smallest:
+            return value
+        self.faults.append(f"{name} is {_shown(value)}, not a whole number of at least {smallest}")
+        return None
+
+    def factor(self, name: str, default: float | None = None, required: bool = False) -> float | None:
+        """A positive, finite number."""
+        value = self._present(name, required)
+        if value is None:
+            return default
+        if _is_number(value) and value > 0:
+            return value
+        self.faults.append(f"{name} is {_shown(value)}, not a number above 0")
+        return default
+
+    def entry(self, name: str, required: bool = False) -> Any:
+        """A field of the tables of sizes."""
+        if name in FACTORS:
+            return self.factor(name, required=required)
+        return self.size(name, required, smallest=0 if name in COUNTS else 1)
+
+    def _present(self, name: str, required: bool) -> Any:
+        value = self.values.get(name)
+        if value is None and required:
+            self.faults.append(f"{name} is missing")
+        return value
+
+
+_KINDS = {str: "text", bool: "true or false", list: "a list", dict: "a table of fields"}
+
+
+def _shown(value: Any) -> str:
+    """A value in a message, in one short line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number; JSON also knows integers that no float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _is_among(value: Any, accepted: Iterable[Any]) -> bool:
+    """Like ``in``, but true is not 1."""
+    return any(type(value) is type(item) and value == item for item in accepted)
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,31 +253,40 @@ def read(
     reader = _Reader(text)
     outer = set() if text is values else set(values) - {"text_config", "vision_config"} - HARMLESS
     if text is not values:
-        outer -= {name for name in outer if name in FIXED and values[name] in FIXED[name][0]}
+        outer -= {name for name in outer if name in FIXED and _is_among(values[name], FIXED[name][0])}
     linear = reader.get("linear_attn_config", dict, {})
     _check_unknown(reader, linear, outer, ignored)
     for name, (accepted, why) in FIXED.items():
-        if name in text and text[name] not in accepted:
-            reader.faults.append(f"{name} is {text[name]!r}, only {accepted[0]!r} can be converted: {why}")
+        if name in text and not _is_among(text[name], accepted):
+            reader.faults.append(f"{name} is {_shown(text[name])}, only {accepted[0]!r} can be converted: {why}")
 
-    sizes = {ours: reader.get(name, (int, float), required=True) for name, ours in SIZES.items()}
-    sizes |= {ours: reader.get(name, (int, float)) for name, ours in OPTIONAL_SIZES.items()}
+    sizes = {ours: reader.entry(name, required=True) for name, ours in SIZES.items()}
+    sizes |= {ours: reader.entry(name) for name, ours in OPTIONAL_SIZES.items()}
     if text.get("num_experts") is not None:
-        sizes |= {ours: reader.get(name, (int, float), required=True) for name, ours in EXPERT_SIZES.items()}
+        sizes |= {ours: reader.entry(name, required=True) for name, ours in EXPERT_SIZES.items()}
+        experts, chosen = sizes["num_experts"], sizes["moe_top_k"]
+        if experts and chosen and chosen > experts:
+            reader.faults.append(f"num_experts_per_token is {chosen}, and there are only {experts} experts")
     heads = text.get("num_key_value_heads")
-    if heads is not None and heads != sizes["num_attention_heads"]:
-        reader.faults.append(f"num_key_value_heads is {heads}, not num_attention_heads: MLA has no grouped heads")
+    if heads is not None and not _is_among(heads, (sizes["num_attention_heads"],)):
+        reader.faults.append(
+            f"num_key_value_heads is {_shown(heads)}, not num_attention_heads: MLA has no grouped heads"
+        )
     activation = reader.get("hidden_act", str, "silu")
     if activation not in ACTIVATIONS:
         reader.faults.append(f"hidden_act is {activation!r}; known are {', '.join(ACTIVATIONS)}")
     dtype = str(text.get("dtype") or text.get("torch_dtype") or values.get("dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         reader.faults.append(f"dtype is {dtype!r}; known are {', '.join(DTYPES)}")
+    lengths = [reader.size(name) for name in ("model_max_length", "max_position_embeddings")]
+    situ_betas = (reader.factor("activation_situ_beta", 4.0), reader.factor("activation_situ_linear_beta", 25.0))
+    latent_norm = reader.get("latent_moe_use_norm", bool, True)
+    output_gate = reader.get("mla_use_output_gate", bool, False)
 
     sizes |= _linear_attention(reader, linear)
-    layers = sizes["num_layers"] or 0
-    attention = _attention_pattern(reader, linear, layers)
-    moe = _moe_pattern(reader, layers, "num_experts" in sizes)
+    layers = sizes["num_layers"]
+    attention = _attention_pattern(reader, linear, layers) if layers else []
+    moe = _moe_pattern(reader, layers, "num_experts" in sizes) if layers else []
     if reader.faults:
         listing = "\n".join(f"  - {fault}" for fault in reader.faults)
         raise ConversionError(f"config.json cannot be converted:\n{listing}")
@@ -231,7 +294,7 @@ def read(
     period = next((p for p in range(1, layers + 1) if full_attention_pattern(layers, p) == attention), 4)
     config = KimiK3Config(
         **{name: value for name, value in sizes.items() if value is not None},
-        mla_output_gate=reader.get("mla_use_output_gate", bool, False),
+        mla_output_gate=output_gate,
         kda_output_gate_bias=output_gate_bias,
         activation=ACTIVATIONS[activation],
         first_k_dense=moe.index(1) if 1 in moe else 0,
@@ -241,13 +304,10 @@ def read(
         config=config,
         attention_pattern=tuple(attention),
         moe_pattern=tuple(moe),
-        situ_betas=(
-            reader.get("activation_situ_beta", (int, float), 4.0),
-            reader.get("activation_situ_linear_beta", (int, float), 25.0),
-        ),
-        latent_norm=reader.get("latent_moe_use_norm", bool, True),
+        situ_betas=situ_betas,
+        latent_norm=latent_norm,
         dtype=dtype,
-        context_length=text.get("model_max_length") or text.get("max_position_embeddings") or 4096,
+        context_length=next((length for length in lengths if length), 4096),
     )
     return description, reader.notes
 
@@ -279,52 +339,66 @@ def _linear_attention(reader: _Reader, linear: Mapping[str, Any]) -> dict[str, A
         ("kda_head_dim", "head_dim", "linear_head_dim"),
         ("kda_conv_kernel_size", "short_conv_kernel_size", "linear_conv_kernel_dim"),
     ):
-        value = linear.get(published, reader.values.get(saved))
-        if not isinstance(value, int):
-            reader.faults.append(f"linear_attn_config.{published} (or {saved}) is missing or not a whole number")
-        sizes[ours] = value
+        if published in linear:
+            sizes[ours] = reader.checked_size(f"linear_attn_config.{published}", linear[published])
+        elif reader.values.get(saved) is not None:
+            sizes[ours] = reader.size(saved)
+        else:
+            reader.faults.append(f"linear_attn_config.{published} (or {saved}) is missing")
     bound = linear.get("gate_lower_bound")
     sizes["kda_gate"] = "softplus" if bound is None else "bounded"
     if bound is not None:
-        sizes["kda_gate_lower_bound"] = float(bound)
-    sizes["kda_output_gate"] = "full-rank" if linear.get("use_full_rank_gate") else "low-rank"
+        if not (_is_number(bound) and bound < 0):
+            reader.faults.append(f"linear_attn_config.gate_lower_bound is {_shown(bound)}, not a number below 0")
+        else:
+            sizes["kda_gate_lower_bound"] = float(bound)
+    full_rank = linear.get("use_full_rank_gate")
+    if not _is_among(full_rank, (True, False, None)):
+        reader.faults.append(f"linear_attn_config.use_full_rank_gate is {_shown(full_rank)}, not true or false")
+    sizes["kda_output_gate"] = "full-rank" if full_rank else "low-rank"
     return sizes
 
 
 def _attention_pattern(reader: _Reader, linear: Mapping[str, Any], layers: int) -> list[int]:
     """1 for KDA, 0 for full attention, from the 1-indexed lists or from ``layer_types``."""
-    kinds = reader.get("layer_types", list)
-    if kinds is not None:
-        names = {"linear_attention": 1, "full_attention": 0}
-        if len(kinds) != layers or set(kinds) - names.keys():
-            reader.faults.append(f"layer_types must name {' or '.join(names)} for each of the {layers} layers")
-            return []
-        return [names[kind] for kind in kinds]
+    if reader.values.get("layer_types") is not None:
+        return _kinds_of_layers(reader, "layer_types", {"linear_attention": 1, "full_attention": 0}, layers)
     if "kda_layers" not in linear or "full_attn_layers" not in linear:
         reader.faults.append("neither layer_types nor linear_attn_config.kda_layers and .full_attn_layers are there")
         return []
-    kda, full = set(linear["kda_layers"]), set(linear["full_attn_layers"])
-    if kda & full or kda | full != set(range(1, layers + 1)):
+    lists = linear["kda_layers"], linear["full_attn_layers"]
+    if not all(type(item) is list and all(type(layer) is int for layer in item) for item in lists):
+        reader.faults.append("linear_attn_config.kda_layers and .full_attn_layers must be lists of layer numbers")
+        return []
+    kda, full = map(set, lists)
+    outside = sorted(layer for layer in kda | full if not 1 <= layer <= layers)
+    twice = sorted(kda & full)
+    absent = layers - len((kda | full) - set(outside))
+    if outside or twice or absent:
         reader.faults.append(
-            "linear_attn_config.kda_layers and .full_attn_layers must name every layer from 1 to "
-            f"{layers} exactly once; wrong: {sorted((kda & full) | (kda | full) ^ set(range(1, layers + 1)))}"
+            f"linear_attn_config.kda_layers and .full_attn_layers must name every layer from 1 to {layers} exactly "
+            f"once; in both: {_shown(twice)}, no layers: {_shown(outside)}, not named: {absent}"
         )
         return []
     return [1 if layer in kda else 0 for layer in range(1, layers + 1)]
 
 
 def _moe_pattern(reader: _Reader, layers: int, experts: bool) -> list[int]:
-    kinds = reader.get("mlp_layer_types", list)
     if not experts:
-        return expert_pattern(layers, layers)
-    if kinds is not None:
-        names = {"sparse": 1, "dense": 0}
-        if len(kinds) != layers or set(kinds) - names.keys():
-            reader.faults.append(f"mlp_layer_types must name {' or '.join(names)} for each of the {layers} layers")
-            return []
-        return [names[kind] for kind in kinds]
-    dense = reader.get("first_k_dense_replace", int, required=True)
-    return expert_pattern(layers, dense or 0)
+        return [] if reader.faults else expert_pattern(layers, layers)
+    if reader.values.get("mlp_layer_types") is not None:
+        return _kinds_of_layers(reader, "mlp_layer_types", {"sparse": 1, "dense": 0}, layers)
+    dense = reader.size("first_k_dense_replace", required=True, smallest=0)
+    # With faults there is no model to describe, and its number of layers may be nonsense.
+    return [] if reader.faults else expert_pattern(layers, dense)
+
+
+def _kinds_of_layers(reader: _Reader, name: str, kinds: Mapping[str, int], layers: int) -> list[int]:
+    named = reader.get(name, list, [])
+    if len(named) != layers or not all(type(kind) is str and kind in kinds for kind in named):
+        reader.faults.append(f"{name} must name {' or '.join(kinds)} for each of the {layers} layers")
+        return []
+    return [kinds[kind] for kind in named]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -136,6 +136,67 @@ def test_what_cannot_be_converted_is_named(changes, says):
     assert says in str(error.value)
 
 
+def with_field(name, value):
+    """The published config with one field changed; ``linear_attn_config.x`` is a field of that table."""
+    table, _, inner = name.rpartition(".")
+    return {**PUBLISHED, **({table: {**PUBLISHED[table], inner: value}} if table else {name: value})}
+
+
+SIZE_FIELDS = (
+    *(set(hf_config.SIZES) | set(hf_config.EXPERT_SIZES) | set(hf_config.OPTIONAL_SIZES)) - hf_config.FACTORS,
+    *("model_max_length", "max_position_embeddings", "first_k_dense_replace"),
+    *(f"linear_attn_config.{name}" for name in ("num_heads", "head_dim", "short_conv_kernel_size")),
+)
+
+
+@pytest.mark.parametrize("name", sorted(SIZE_FIELDS))
+def test_sizes_are_whole_numbers_from_one(name):
+    may_be_zero = name in hf_config.COUNTS or name == "first_k_dense_replace"
+    zero = () if may_be_zero else (0,)
+    for nonsense in (*zero, -72, 2.5, 72.0, True, "72", [72], {"a": 1}, float("nan"), float("inf")):
+        with pytest.raises(ConversionError) as error:
+            hf_config.read(with_field(name, nonsense))
+        assert f"{name} is {nonsense!r}, not a whole number of at least {0 if may_be_zero else 1}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted({*hf_config.FACTORS, "activation_situ_beta", "activation_situ_linear_beta"}))
+def test_factors_are_numbers_above_zero(name):
+    assert hf_config.read(with_field(name, 2))  # a whole number is a number
+    for nonsense in (-0.5, 0, False, "1e-5", [1.0], float("nan"), float("inf"), 10**400):
+        with pytest.raises(ConversionError) as error:
+            hf_config.read(with_field(name, nonsense))
+        assert f"{name} is " in str(error.value) and "not a number above 0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("linear_attn_config.gate_lower_bound", "-5", "gate_lower_bound is '-5', not a number below 0"),
+        ("linear_attn_config.gate_lower_bound", 5.0, "gate_lower_bound is 5.0, not a number below 0"),
+        ("linear_attn_config.use_full_rank_gate", "no", "use_full_rank_gate is 'no', not true or false"),
+        ("linear_attn_config.kda_layers", 3, "must be lists of layer numbers"),
+        ("linear_attn_config.kda_layers", [[1], 2], "must be lists of layer numbers"),
+        ("linear_attn_config.kda_layers", ["1"], "must be lists of layer numbers"),
+        ("linear_attn_config", [1], "linear_attn_config is [1], not a table of fields"),
+        ("layer_types", "linear_attention", "layer_types is 'linear_attention', not a list"),
+        ("layer_types", [["linear_attention"]] * 27, "layer_types must name"),
+        ("mlp_layer_types", [{}] * 27, "mlp_layer_types must name"),
+        ("mla_use_output_gate", "yes", "mla_use_output_gate is 'yes', not true or false"),
+        ("latent_moe_use_norm", 1, "latent_moe_use_norm is 1, not true or false"),
+        ("hidden_act", 3, "hidden_act is 3, not text"),
+        ("mla_use_nope", 1, "mla_use_nope is 1"),
+        ("moe_layer_freq", True, "moe_layer_freq is True"),
+        ("num_key_value_heads", 32.0, "num_key_value_heads is 32.0"),
+        ("num_experts_per_token", 257, "num_experts_per_token is 257, and there are only 256 experts"),
+        ("num_hidden_layers", 10**15, "exactly once"),
+    ],
+)
+def test_nonsense_of_any_type_is_named(name, value, says):
+    with pytest.raises(ConversionError) as error:
+        hf_config.read(with_field(name, value))
+    assert says in str(error.value)
+
+
 def test_all_faults_are_named_at_once():
     with pytest.raises(ConversionError) as error:
         hf_config.read({**PUBLISHED, "hidden_size": None, "new_gate": True, "topk_group": 4})
