@@ -4,14 +4,16 @@
     python -m k3_plugins.models.kimi_k3.convert --to-hf HF_FOLDER --from CHECKPOINT
 
 The Megatron checkpoint is a ``release`` checkpoint in the ``torch_dist`` format, so ``--load CHECKPOINT`` with the
-printed flags trains on from it under any parallel layout. Nothing is dropped or made up: a missing, unexpected or
-misshapen tensor, a config field that is not understood, or a damaged file ends the conversion with a list, before the
-target appears. Tensors pass through one by one.
+printed flags trains on from it under any parallel layout; they are printed as words of a shell, to be pasted or read
+with ``shlex.split``. Nothing is dropped or made up: a missing, unexpected or misshapen tensor, a config field that is
+not understood, or a damaged file ends the conversion with a list, before the target appears. Tensors pass through one
+by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from k3_plugins.models.kimi_k3.import_hf import import_checkpoint
 
             flags = import_checkpoint(args.from_hf, args.to, args.ignore_config_field)
-            print(f"converted {args.from_hf} to {args.to}. To train on from it, use:\n  {' '.join(flags)}")
+            # A pattern like [1,0] and a folder with a space would not survive bash or zsh as they are.
+            print(f"converted {args.from_hf} to {args.to}. To train on from it, use:\n  {shlex.join(flags)}")
         else:
             from k3_plugins.models.kimi_k3.export_hf import export_checkpoint
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -131,6 +133,32 @@ def test_one_direction_must_be_asked_for(words, capsys):
 
 def test_sizes_of_shards():
     assert convert.size("5GB") == 5 * 10**9 and convert.size("300MB") == 3 * 10**8 and convert.size("17") == 17
+
+
+def test_printed_flags_can_be_pasted(tmp_path, monkeypatch, capsys):
+    """bash and zsh give back every word, in a folder with files that a bare pattern would match."""
+    words = ["--k3-plugins", "kda,gated-mla", "--linear-attention-freq", "[1,1,0,0]", "--load", "/my checkpoints/it's $1"]
+    monkeypatch.setattr(import_hf, "import_checkpoint", lambda *_: words)
+    assert convert.main(["--from-hf", "a", "--to", "b"]) == 0
+    printed = capsys.readouterr().out.split("use:\n")[1].strip()
+    assert shlex.split(printed) == words
+    (tmp_path / "1").touch()
+    for shell in filter(shutil.which, ("bash", "zsh")):
+        command = [shell, "-c", f"printf '%s\\n' {printed}"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ended.stdout.splitlines() == words, shell
+
+
+def test_a_nonsense_size_ends_with_code_2(tmp_path, capsys):
+    small_k3.write(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["text_config"]["hidden_size"] = -72
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as stop:
+        convert.main(["--from-hf", str(tmp_path / "hf"), "--to", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert "hidden_size is -72, not a whole number of at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors_end_with_code_2_and_without_a_traceback(tmp_path, capsys):
