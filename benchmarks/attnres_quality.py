@@ -140,7 +140,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps of the comparison")
     parser.add_argument("--sweep-steps", type=int, default=60, help="steps of each run of the learning-rate sweep")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[2e-3, 4e-3, 8e-3, 1.6e-2], help="learning rates of the sweep")
+    lrs = [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
+    parser.add_argument("--lrs", type=float, nargs="+", default=lrs, help="learning rates of the sweep")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--block-size", type=int, default=3, help="layers per block of Attention Residuals")
     parser.add_argument("--hidden-size", type=int, default=64)

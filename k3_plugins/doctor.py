@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         control, training_flags = parse_control(words)
     except FeatureError as error:
         fail(str(error))
+    warnings.simplefilter("ignore")  # what packages warn about on import is not what is wrong with this installation
     with redirect_stdout(sys.stderr):  # packages print on import; --json must stay parseable
         diagnosis = diagnose(control, training_flags)
         if show_optimizer and not diagnosis.problems:
