@@ -9,6 +9,7 @@ with `literal`, an fp64 implementation of the optimizer that knows neither shard
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from contextlib import contextmanager, nullcontext
 
@@ -194,10 +195,11 @@ def optimizer_config(case: Case):
     )
 
 
-def draw(key: str, shape, what: str) -> torch.Tensor:
+@functools.cache
+def draw(key: str, shape: tuple[int, ...], what: str) -> torch.Tensor:
     """fp32 numbers that depend on the name alone."""
     seed = int.from_bytes(hashlib.sha256(f"{key} {what}".encode()).digest()[:4], "big")
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def first_weights(key: str, shape) -> torch.Tensor:
