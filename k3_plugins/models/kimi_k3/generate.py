@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: give a number of at least 1")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.prompt is not None and not _is_text(args.prompt):
+        raise ValueError(f"--prompt {args.prompt!a}: it has bytes that are no UTF-8; give a text, or use --prompt-ids")
 
     from k3_plugins.models.kimi_k3 import checkpoint_model
 
@@ -93,6 +95,11 @@ def run(args: argparse.Namespace) -> None:
         f"MLA latents {state.latent_bytes} bytes",
         file=sys.stderr,
     )
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether it has an encoding; bytes of the command line that are no UTF-8 become lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in prompt)
 
 
 def _ids(text: str) -> list[int]:

@@ -66,6 +66,14 @@ def test_bad_settings_are_named_before_anything_is_loaded(flag, value, capsys):
     assert "give" in said
 
 
+def test_a_prompt_that_is_no_text_is_refused_before_anything_is_loaded(capsys):
+    with pytest.raises(SystemExit) as stop:
+        generate.main(["--load", "no checkpoint is here", "--prompt", "caf\udce9"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "--prompt 'caf\\udce9'" in said and "--prompt-ids" in said
+
+
 def words_and_bytes(folder):
     """A SentencePiece model with pieces of several letters, and bytes for what it has no piece for."""
     import sentencepiece
