@@ -96,16 +96,13 @@ def saved_arguments(iteration: Path) -> Namespace:
     """The arguments that Megatron saved with a checkpoint.
 
     Raises:
-        ConversionError: if there are none.
+        ConversionError: if there are none, or files of the checkpoint are missing.
     """
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    from k3_plugins.models.kimi_k3.dist_checkpoint import quiet_load
+    from k3_plugins.models.kimi_k3.dist_checkpoint import check_files, quiet_load
 
-    if not (iteration / ".metadata").is_file():
-        raise ConversionError(
-            f"{iteration} is no distributed checkpoint (it has no .metadata): save with --ckpt-format torch_dist"
-        )
+    check_files(iteration)
     with quiet_load():
         common = load_common_state_dict(str(iteration))
     if common.get("args") is None:

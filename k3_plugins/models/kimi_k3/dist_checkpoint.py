@@ -123,6 +123,37 @@ class BoxWriter:
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
 
 
+def check_files(folder: Path) -> None:
+    """Check that every file which a checkpoint's metadata names is there and long enough.
+
+    Raises:
+        ConversionError: if it is no distributed checkpoint, or incomplete; naming the files.
+    """
+    if not (folder / ".metadata").is_file():
+        raise ConversionError(
+            f"{folder} is no distributed checkpoint (it has no .metadata): save with --ckpt-format torch_dist"
+        )
+    try:
+        stored = FileSystemReader(str(folder)).read_metadata().storage_data.values()
+    except Exception as error:  # a damaged pickle raises anything
+        raise ConversionError(f"{folder / '.metadata'} is damaged ({error}): copy the checkpoint again") from error
+    ends: dict[str, int] = {}
+    for info in stored:
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    faults = []
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size < end:
+            faults.append(f"{name} has {path.stat().st_size} of {end} bytes")
+    if faults:
+        more = [f"... and {len(faults) - 10} more"] if len(faults) > 10 else []
+        raise ConversionError(
+            "\n  ".join([f"checkpoint {folder} is incomplete, copy it again or name another one:", *faults[:10], *more])
+        )
+
+
 class _Reader(FileSystemReader):
     """Reads the metadata of a checkpoint once, not once for every box."""
 
@@ -143,14 +174,11 @@ class BoxReader:
         folder: the iteration's folder, with ``.metadata`` in it.
 
     Raises:
-        ConversionError: if it is no distributed checkpoint.
+        ConversionError: if it is no distributed checkpoint, or incomplete.
     """
 
     def __init__(self, folder: Path) -> None:
-        if not (folder / ".metadata").is_file():
-            raise ConversionError(
-                f"{folder} is no distributed checkpoint (it has no .metadata): save with --ckpt-format torch_dist"
-            )
+        check_files(folder)
         self._reader = _Reader(str(folder))
         entries = self._reader.read_metadata().state_dict_metadata
         tensors = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}

@@ -1,6 +1,7 @@
 """A K3 checkpoint in the published form: packed experts, padded A_log, latent experts, attention residuals."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_generation_equals_the_whole_forward(case):
     assert found["reference"].std() > 0.1
     for way in ("one chunk", "chunks", "tokens"):
         assert (found[way] - found["reference"]).abs().max() <= STEPS, way
+    assert (found["last"] - found["reference"][:, -1:]).abs().max() <= STEPS
     assert found["greedy"] == found["greedy by the whole forward"]
     assert len(set(found["kda_bytes"])) == 1
     # Every named tensor is part of the model: each has a gradient.
@@ -90,3 +92,19 @@ def test_wrong_shape_is_named(case, tmp_path):
     assert result.rc == 2
     assert f"{wrong} has shape (31, 24), the config asks for (32, 24)" in result.logs[0]
     assert not (tmp_path / "out").exists()
+
+
+def test_files_that_a_checkpoint_lost_are_named(case, tmp_path):
+    shutil.copytree(case[0] / "checkpoint", tmp_path / "checkpoint")
+    (file,) = (tmp_path / "checkpoint" / "release").glob("*.distcp")
+    whole = file.stat().st_size
+    with open(file, "r+b") as stream:
+        stream.truncate(whole - 100)
+    words = ["--to-hf", tmp_path / "back", "--from", tmp_path / "checkpoint"]
+    result = launch(CONVERT, words, timeout=300, check=False)
+    assert result.rc == 2 and f"{file.name} has {whole - 100} of {whole} bytes" in result.logs[0]
+    assert not (tmp_path / "back").exists()
+    file.unlink()
+    words = ["--load", tmp_path / "checkpoint", "--prompt-ids", "1,2", "--k3-platform", "cpu"]
+    result = launch("k3_plugins.models.kimi_k3.generate", words, timeout=300, check=False)
+    assert result.rc == 2 and f"{file.name} is missing" in result.logs[0] and "Traceback" not in result.logs[0]
