@@ -137,7 +137,7 @@ def test_sizes_of_shards():
 
 def test_printed_flags_can_be_pasted(tmp_path, monkeypatch, capsys):
     """bash and zsh give back every word, in a folder with files that a bare pattern would match."""
-    words = ["--k3-plugins", "kda,gated-mla", "--linear-attention-freq", "[1,1,0,0]", "--load", "/my checkpoints/it's $1"]
+    words = ["--k3-plugins", "kda", "--linear-attention-freq", "[1,1,0,0]", "--load", "/my checkpoints/it's $1"]
     monkeypatch.setattr(import_hf, "import_checkpoint", lambda *_: words)
     assert convert.main(["--from-hf", "a", "--to", "b"]) == 0
     printed = capsys.readouterr().out.split("use:\n")[1].strip()
