@@ -3,11 +3,12 @@
     python benchmarks/moonep.py [--ranks 4] [--tokens 512] [--steps 5]
 
 For each routing that the router itself produces: rows of the busiest rank (against a rank's own S*K), the makespan of
-the expert computation (slowest rank, forward), the time of a forward and backward pass, redundant experts, and the
-bytes that the layer keeps for its backward pass on the rank that keeps most. "moonep-keep" is MoonEP without
---moe-moonep-memory-efficient. The processes share this machine's cores and exchange through memory: the numbers show
-who waits for whom, not how fast a cluster would be. MoonEP sends rows twice and moves 2 m experts' weights per rank in
-each pass; on balanced loads that is pure cost, and the last lines say how much it was.
+the expert computation (CPU time of the slowest rank, forward), the time of a forward and backward pass by the clock and
+in CPU time (slowest rank), redundant experts, and the bytes that the layer keeps for its backward pass on the rank that
+keeps most. "moonep-keep" is MoonEP without --moe-moonep-memory-efficient. The processes share this machine's cores and
+exchange through memory: the numbers show who waits for whom, not how fast a cluster would be; on a machine that is busy
+with other things only rows, bytes and CPU times mean something. MoonEP sends rows twice and moves 2 m experts' weights
+per rank in each pass; on balanced loads that is pure cost, and the last lines say how much it was.
 """
 
 from __future__ import annotations
@@ -65,45 +66,48 @@ def _rank(rank: int, args: SimpleNamespace, port: int) -> None:
     if rank == 0:
         own = args.tokens * TOPK
         print(f"{args.ranks} ranks, {args.tokens} tokens each, top {TOPK} of {EXPERTS}: S*K = {own} rows per rank")
-        heads = f"{'busiest rank':>12} {'experts ms':>11} {'step ms':>9} {'slots':>6} {'kept KiB':>9}"
+        heads = f"{'busiest rank':>12} {'experts ms':>10} {'step ms':>8} {'CPU ms':>7} {'slots':>5} {'kept KiB':>8}"
         print(f"{'routing':<12} {'dispatcher':<11} {heads}")
     steps = {}
     for routing in ROUTINGS:
         for dispatcher in DISPATCHERS:
-            rows, experts, step, slots, kept = _measure(args, routing, dispatcher)
-            steps[routing, dispatcher] = step
+            rows, experts, step, cpu, slots, kept = _measure(args, routing, dispatcher)
+            steps[routing, dispatcher] = step, cpu
             if rank == 0:
-                numbers = f"{rows:>12} {1e3 * experts:>11.1f} {1e3 * step:>9.1f} {slots:>6} {kept / 1024:>9.0f}"
-                print(f"{routing:<12} {dispatcher:<11} {numbers}", flush=True)
+                spent = f"{1e3 * experts:>10.1f} {1e3 * step:>8.1f} {1e3 * cpu:>7.1f}"
+                print(f"{routing:<12} {dispatcher:<11} {rows:>12} {spent} {slots:>5} {kept / 1024:>8.0f}", flush=True)
     if rank == 0:
         for routing in ROUTINGS:
-            ratio = steps[routing, "moonep"] / steps[routing, "alltoall"]
-            print(f"{routing}: a MoonEP step takes {ratio:.2f} times as long as one with alltoall on this machine")
+            clock, cpu = (a / b for a, b in zip(steps[routing, "moonep"], steps[routing, "alltoall"], strict=True))
+            print(f"{routing}: MoonEP takes {clock:.2f} times as long as alltoall here, {cpu:.2f} times the CPU time")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> tuple[int, float, float, int, int]:
-    """Rows of the busiest rank, seconds of the experts and of a step, slots, bytes kept for the backward pass."""
+def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> tuple[int, float, float, float, int, int]:
+    """Rows of the busiest rank; seconds of experts, step, step in CPU time; slots; bytes kept for the backward pass."""
     layer = _layer(args, routing, dispatcher)
     meter = _Meter()
     torch.manual_seed(100 + dist.get_rank())
     x = torch.randn(args.tokens, 1, HIDDEN)
     x[..., 0] = 1.0
-    times, spans = [], []
+    times, cpu_times, spans = [], [], []
     for _ in range(args.steps + 1):
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with meter:
             output, _ = layer(x.clone().requires_grad_())
         output.sum().backward()
+        cpu_times.append(time.process_time() - cpu_start)
         dist.barrier()
         times.append(time.perf_counter() - start)
         spans.append(meter.seconds)
-    worst = torch.tensor([float(meter.rows), statistics.median(spans[1:]), float(_kept(layer, x))], dtype=torch.float64)
+    medians = [statistics.median(values[1:]) for values in (spans, times, cpu_times)]
+    worst = torch.tensor([float(meter.rows), *medians, float(_kept(layer, x))], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     slots = int(layer.report.slots_anywhere) if dispatcher.startswith("moonep") else 0
-    return int(worst[0]), float(worst[1]), statistics.median(times[1:]), slots, int(worst[2])
+    rows, experts, step, cpu, kept = worst.tolist()
+    return int(rows), experts, step, cpu, slots, int(kept)
 
 
 def _kept(layer: LatentMoELayer, x: torch.Tensor) -> int:
@@ -162,7 +166,7 @@ def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELay
 
 
 class _Meter:
-    """Rows and seconds of the expert network in the forward pass, in whichever module calls it."""
+    """Rows and CPU seconds of the expert network in the forward pass, in whichever module calls it."""
 
     rows = 0
     seconds = 0.0
@@ -171,9 +175,9 @@ class _Meter:
         self.original = grouped_mlp.forward
 
         def timed(x: torch.Tensor, probs: torch.Tensor, w1: torch.Tensor, *rest: object) -> object:
-            start = time.perf_counter()
+            start = time.thread_time()
             result = self.original(x, probs, w1, *rest)
-            self.seconds = time.perf_counter() - start
+            self.seconds = time.thread_time() - start
             self.rows = int(rest[1][-1])
             return result
 

@@ -49,6 +49,8 @@ class Variant(NamedTuple):
             the smallest run of experts neighbouring in size.
         smallest_gap: fill the smallest gap first, not the largest.
         joint: where several ranks need equally many pieces, first share the largest experts out evenly among them.
+        whole: use ``P`` pieces even where fewer would do: the largest experts that do not fill the gap alone, all they
+            hold, and the smallest expert that completes them.
     """
 
     level: int
@@ -59,6 +61,7 @@ class Variant(NamedTuple):
     top: bool = False
     smallest_gap: bool = False
     joint: bool = False
+    whole: bool = False
 
 
 VARIANTS: tuple[Variant, ...] = (
@@ -73,6 +76,11 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(0, from_all=True, largest=True, top=True, joint=True),
     Variant(1, forced=True, largest=True, top=True, smallest_gap=True, joint=True),
     Variant(0, top=True, smallest_gap=True),
+    Variant(1, from_all=True, largest=True, top=True, smallest_gap=True, joint=True, whole=True),
+    Variant(0, no_dip=True, forced=True, from_all=True, largest=True, top=True, joint=True),
+    Variant(1, from_all=True, top=True, smallest_gap=True, joint=True, whole=True),
+    Variant(1, largest=True, top=True, smallest_gap=True, joint=True, whole=True),
+    Variant(0, no_dip=True, forced=True, from_all=True, largest=True, top=True),
 )
 # Above this many cells (E * R) only the first variant is tried: the others rarely win there, and time matters.
 LARGE_CELLS = 4096

@@ -249,9 +249,31 @@ def _joint(
 
 
 @compiled
+def _whole(offered: np.ndarray, count: int, p: int, gap: int, num_experts: int, work: np.ndarray) -> bool:
+    """The ``p - 1`` largest experts that do not fill ``gap`` alone and the smallest that completes them: ``work``."""
+    end = _place(offered, count, gap * num_experts)
+    first = end - (p - 1)
+    if p < 2 or first < 0:
+        return False
+    rest = gap
+    for i in range(p - 1):
+        work[i] = offered[end - 1 - i]
+        rest -= work[i] // num_experts
+    if rest <= 0:
+        return False
+    last = _place(offered, count, rest * num_experts)
+    if first <= last < end:
+        last = end
+    if last == count:
+        return False
+    work[p - 1] = offered[last]
+    return True
+
+
+@compiled
 def fill(
     loads: np.ndarray, spare: np.ndarray, bound: int, level: int, no_dip: bool, forced: bool, from_all: bool,
-    largest: bool, top: bool, smallest_gap: bool, joint: bool, moves: np.ndarray,
+    largest: bool, top: bool, smallest_gap: bool, joint: bool, whole: bool, moves: np.ndarray,
 ) -> tuple[int, int]:  # fmt: skip
     """One run of one variant.
 
@@ -259,7 +281,7 @@ def fill(
         loads: int64 ``[E]``.
         spare: int64 ``[R]``, load minus target of each rank; changed in place.
         bound: the lower bound L.
-        level, no_dip, forced, from_all, largest, top, smallest_gap, joint: see `planner.Variant`.
+        level, no_dip, forced, from_all, largest, top, smallest_gap, joint, whole: see `planner.Variant`.
         moves: int64 ``[(R - 1) m, 3]``; receives rows ``(rank, expert, tokens)`` of what leaves home.
 
     Returns:
@@ -312,7 +334,9 @@ def fill(
             fewest = 1
             while _held(offered, count, fewest, E) < gap:
                 fewest += 1
-            if forced and 1 < limit <= count and _held(offered, count, limit, E) >= gap:
+            if whole and _whole(offered, count, limit, gap, E, work):
+                used = _split(work, limit, gap, E, pieces)
+            elif forced and 1 < limit <= count and _held(offered, count, limit, E) >= gap:
                 first = _window(offered, count, limit, gap, E)
                 used = _split(offered[first:], limit, gap, E, pieces)
             elif fewest == 1:

@@ -107,7 +107,8 @@ class _Filler:
 
     def run(self) -> Tensor:
         """Tokens that leave home, ``[V, R, E]`` by receiving rank and expert."""
-        flags = {name: self._flag(name) for name in ("no_dip", "forced", "from_all", "largest", "top", "joint")}
+        rules = ("no_dip", "forced", "from_all", "largest", "top", "joint", "whole")
+        flags = {name: self._flag(name) for name in rules}
         smallest_gap = self._flag("smallest_gap")
         never = torch.iinfo(torch.int64).min
         for _ in range(self.R - 1):
@@ -134,6 +135,7 @@ class _Filler:
         largest: Tensor | None,
         top: Tensor | None,
         joint: Tensor | None,
+        whole: Tensor | None,
     ) -> Tensor:
         """Tokens of every expert that fill ``gap`` [V, 1] of ``rank``; ``[V, E]``, all zero where the gap is."""
         E = self.E
@@ -145,8 +147,7 @@ class _Filler:
         absent = E - offered.sum(1, keepdim=True)
         sizes = pool // E
         below = _running(sizes)  # [V, E + 1], tokens in the first i entries
-        whole = below[:, -1:]
-        held = (whole - below).flip(1)[:, 1:]  # [V, E], tokens in the largest i + 1
+        held = (below[:, -1:] - below).flip(1)[:, 1:]  # [V, E], tokens in the largest i + 1
         fewest = (held < gap).sum(1, keepdim=True) + 1
 
         chosen = self._window(pool, sizes, below, absent, fewest, gap)
@@ -164,6 +165,9 @@ class _Filler:
             use = forced & (self.P > 1) & (self.P <= E - absent) & reach
             window = self._window(pool, sizes, below, absent, self.P.clamp(min=1), gap, smallest_first=True)
             chosen = torch.where(use, window, chosen)
+        if whole is not None:
+            pieces, possible = self._whole(pool, sizes, below, absent, gap)
+            chosen = torch.where(whole & possible, pieces, chosen)
         if no_dip is not None:
             dip, possible = self._smallest_dip(gap)
             chosen = torch.where(no_dip & possible, dip, chosen)
@@ -208,6 +212,20 @@ class _Filler:
         last = (place <= E - fewest) & (pool >= need * E) & (pool >= E)
         first = last & (last.long().cumsum(1) == 1)
         return self._by_expert(pool, torch.where(is_top, pool // E, 0) + torch.where(first, need, 0))
+
+    def _whole(
+        self, pool: Tensor, sizes: Tensor, below: Tensor, absent: Tensor, gap: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The ``P - 1`` largest experts that do not fill the gap alone, and the smallest that completes them."""
+        E, place = self.E, self.experts
+        end = (pool < gap * E).sum(1, keepdim=True)
+        first = end - (self.P - 1)
+        taken = (place >= first) & (place < end)
+        rest = gap - (below.gather(1, end) - below.gather(1, first.clamp(min=0)))
+        last = (pool >= rest * E) & (pool >= E) & ~taken
+        last &= last.long().cumsum(1) == 1
+        possible = (self.P > 1) & (first >= absent) & (rest > 0) & last.any(1, keepdim=True)
+        return self._by_expert(pool, torch.where(taken, sizes, 0) + torch.where(last, rest, 0)), possible
 
     def _joint(
         self, pool: Tensor, held: Tensor, absent: Tensor, p: Tensor, gap: Tensor, rank: Tensor
