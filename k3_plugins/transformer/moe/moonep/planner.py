@@ -81,6 +81,8 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(1, from_all=True, top=True, smallest_gap=True, joint=True, whole=True),
     Variant(1, largest=True, top=True, smallest_gap=True, joint=True, whole=True),
     Variant(0, no_dip=True, forced=True, from_all=True, largest=True, top=True),
+    Variant(0, from_all=True, smallest_gap=True, joint=True),
+    Variant(1, from_all=True, largest=True, smallest_gap=True, joint=True, whole=True),
 )
 # Above this many cells (E * R) only the first variant is tried: the others rarely win there, and time matters.
 LARGE_CELLS = 4096
