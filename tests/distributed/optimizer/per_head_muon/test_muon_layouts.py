@@ -124,7 +124,7 @@ def written_out(one_process):
             (WHOLE, {"rule": literal.whole_rows_of}),
         ):
             reference = literal.Literal(shapes, **options)
-            for number in range(STEPS):
+            for number in range(FEW if flags else STEPS):
                 reference.step(number)
                 if number + 1 in LITERAL:
                     weights = {key: w.clone() for key, w in reference.weights.items()}
