@@ -59,6 +59,8 @@ def clip_with_host_gradients(original: Callable[..., None]) -> Callable[..., Non
         total_norm: float,
         use_decoupled_grad: bool = False,
     ) -> None:
+        import torch
+
         if not IN_HOST_MEMORY.params or isinstance(parameters, torch.Tensor):
             return original(parameters, max_norm, total_norm, use_decoupled_grad)
         parameters = list(parameters)

@@ -85,7 +85,9 @@ def differences(run: Run, reference: Run) -> tuple[float, float, float]:
     entry, or over 0.01, from where weights start, for biases that start at 0)."""
     assert run.steps.keys() == reference.steps.keys()
     loss = losses.relative_difference(run.steps, reference.steps)
-    norm = max(abs(run.steps[i].grad_norm - s.grad_norm) / s.grad_norm for i, s in reference.steps.items())
+    norms = [(run.steps[i].grad_norm, step.grad_norm) for i, step in reference.steps.items()]
+    assert all((mine is None) == (his is None) for mine, his in norms), "steps were skipped in one run only"
+    norm = max(abs(mine - his) / his for mine, his in norms if his is not None)
     worst = 0.0
     for mine, his in zip(run.parameters, reference.parameters, strict=True):
         assert mine.keys() == his.keys()
