@@ -15,6 +15,8 @@ import functools
 import os
 import runpy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +69,40 @@ def _dump(model, path: Path) -> None:
     shards = []
     for chunk in model:
         _complete_distributed_gradients(chunk)
-        values = {}
-        for parameter in chunk.parameters():
-            values[parameter] = parameter.data
-            parameter.data = parameter.main_grad.detach().clone()
-        sharded = chunk.sharded_state_dict()
-        apply_factories(sharded)
+        with _gradients_as_parameters(chunk):
+            sharded = chunk.sharded_state_dict()
+            apply_factories(sharded)
         for tensor in nested_values(sharded):
             if isinstance(tensor, ShardedTensor) and tensor.data is not None:
                 shards.append((tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.detach().clone()))
-        for parameter, data in values.items():
-            parameter.data = data
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(shards, path)
+
+
+@contextmanager
+def _gradients_as_parameters(chunk) -> Iterator[None]:
+    """The modules hold gradients in the places of their parameters.
+
+    The parameters themselves are left alone: an fp32 gradient under a bf16 parameter's name would end Megatron's
+    accumulation for the rest of the run.
+    """
+    places = [
+        (module._parameters, name, parameter)
+        for module in chunk.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    stand_ins = {}
+    for parameters, name, parameter in places:
+        if parameter not in stand_ins:
+            stand_ins[parameter] = torch.nn.Parameter(parameter.main_grad.detach().clone(), requires_grad=False)
+            stand_ins[parameter].__dict__.update(parameter.__dict__)
+        parameters[name] = stand_ins[parameter]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
 
 
 def _complete_distributed_gradients(chunk) -> None:
