@@ -175,3 +175,11 @@ def test_owner_group_of_heads_that_tensor_ranks_cut():
     (entry,) = build_table([Heads()], MuonSettings()).values()
     assert owner_group(entry, Layout(tensor=2)) == "data parallel x tensor parallel"
     assert owner_group(entry, Layout(tensor=3)) == owner_group(entry, Layout()) == "data parallel"
+
+
+def test_the_doctors_switch_beside_megatrons_flag_of_the_same_name():
+    from k3_plugins.doctor import _without_switches
+
+    assert _without_switches(["--optimizer", "--num-layers", "4", "--json"]) == ["--num-layers", "4"]
+    assert _without_switches(["--lr", "1", "--optimizer"]) == ["--lr", "1"]
+    assert _without_switches(["--optimizer", "muon", "--lr", "1"]) == ["--optimizer", "muon", "--lr", "1"]
