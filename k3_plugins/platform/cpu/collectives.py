@@ -6,9 +6,10 @@ in fp32, bf16, fp16 and integers. It has no fp8.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ def install() -> None:
     _replace("new_group", _wrap_new_group)
     _replace("all_to_all_single", _wrap_all_to_all_single)
     _replace("barrier", _wrap_barrier)
+    _replace("_coalescing_manager", _wrap_coalescing_manager)
 
 
 def _replace(name: str, wrap: Callable) -> None:
@@ -75,6 +77,29 @@ def _wrap_all_to_all_single(original: Callable) -> Callable:
 
 def _ints(sizes: Any) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]
+
+
+def _wrap_coalescing_manager(original: Callable) -> Callable:
+    # gloo lays coalesced tensors end to end in the first one's dtype: a bf16 and an fp32 buffer that Megatron gathers
+    # together come back as garbage, without an error. One batch per dtype is what NCCL does anyway.
+    @contextlib.contextmanager
+    @functools.wraps(original)
+    def _coalescing_manager(group=None, device=None, async_ops=False) -> Iterator[Any]:
+        group = group or distributed_c10d._get_default_group()
+        recorded = distributed_c10d._world.pg_coalesce_state
+        batches: dict[Any, list] = {}
+        with original(group, device, async_ops) as manager:
+            yield manager
+            for operation in recorded[group]:
+                batches.setdefault(operation.tensor.dtype, []).append(operation)
+            if batches:
+                recorded[group][:] = batches.pop(next(iter(batches)))
+        for operations in batches.values():
+            with original(group, device, async_ops) as further:
+                recorded[group].extend(operations)
+            manager.works.extend(further.works)
+
+    return _coalescing_manager
 
 
 def _wrap_barrier(original: Callable) -> Callable:

@@ -179,6 +179,19 @@ def process_groups(rank, world_size):
     dist.reduce_scatter_tensor(shard, torch.arange(4.0), group=group)
     assert shard.tolist() == [4.0 * rank, 4.0 * rank + 2]
 
+    # Megatron gathers and scatters the bf16 and the fp32 buffer of a chunk in one batch.
+    pieces = [torch.full((2,), 1.5 + rank, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)]
+    wholes = [torch.empty(4, dtype=piece.dtype) for piece in pieces]
+    with dist._coalescing_manager(group, async_ops=True) as batch:
+        for whole, piece in zip(wholes, pieces, strict=True):
+            dist.all_gather_into_tensor(whole, piece, group=group)
+    batch.wait()
+    assert [whole.tolist() for whole in wholes] == [[1.5, 1.5, 2.5, 2.5]] * 3
+    with dist._coalescing_manager(group):
+        for whole, piece in zip(wholes, pieces, strict=True):
+            dist.reduce_scatter_tensor(piece, whole, group=group)
+    assert [piece.tolist() for piece in pieces] == [[3.0 + 2 * rank] * 2] * 3
+
     # Uneven splits as NumPy and tensor elements: rank 0 keeps 1 of 2 values, rank 1 keeps 2 of 3.
     send = torch.arange(2.0 + rank) + 10 * rank
     send_splits = numpy.array([1, 1 + rank])
