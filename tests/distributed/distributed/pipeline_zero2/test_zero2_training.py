@@ -227,7 +227,9 @@ def test_k3(tmp_path, case):
 @pytest.mark.parametrize("zero2", ["", "--zero2-optimizer-device cpu"])
 @pytest.mark.parametrize("sharding", ["", "--dist-ckpt-optim-fully-reshardable"])
 def test_resume_is_bit_equal(tmp_path, sharding, zero2):
-    words = [*stock(BASE, PP2_VPP4, "--global-batch-size 16 --train-iters 8", sharding), *zero2.split()]
+    # Untied: Megatron 0.19.2 itself does not restore tied embeddings of a pipeline from a fully reshardable checkpoint.
+    untied = "--untie-embeddings-and-output-weights"
+    words = [*stock(BASE, PP2_VPP4, untied, "--global-batch-size 16 --train-iters 8", sharding), *zero2.split()]
     whole = train(tmp_path / "whole", words, 4, zero2=True)
     save = ["--exit-interval", "4", "--save-interval", "1000", "--save", tmp_path / "ckpt"]
     train(tmp_path / "half", [*words, *save], 4, zero2=True)
