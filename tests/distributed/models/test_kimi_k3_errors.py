@@ -17,9 +17,10 @@ CASES = {
     "position encoding": ("--position-embedding-type rope", "pass --position-embedding-type none"),
     "unavailable backend": ("--kda-backend fla", "fla"),
     "unknown backend": ("--kda-backend fast", "fast"),
-    "positive lower bound": ("--kda-gate-lower-bound 5", "must be negative"),
+    "positive lower bound": ("--kda-gate-lower-bound 5", "must be a finite negative number"),
     "value heads": ("--kda-num-value-heads 6", "not a multiple of --kda-num-heads 4"),
-    "another spec": ("--spec some.module layers", "drop --spec"),
+    "another spec": ("--spec megatron.core.models.gpt.gpt_layer_specs get_gpt_layer_local_spec", "drop --spec"),
+    "a spec that is not there": ("--spec some.module layers", "the module cannot be imported"),
     "packed rows in a pipeline": (
         "--pipeline-model-parallel-size 2 --reset-attention-mask",
         "use --micro-batch-size 1",
