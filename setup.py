@@ -29,6 +29,7 @@ setup(
     extras_require={
         "kda": ["fla-core==0.6.0"],
         "moonep": ["numba==0.68.1"],
+        "muon": ["emerging-optimizers==0.3.0"],
         "data": [
             "sentencepiece==0.2.3",
             "tokenizers==0.23.3",

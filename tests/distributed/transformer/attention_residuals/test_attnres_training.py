@@ -18,11 +18,11 @@ K3 = """--k3-plugins kda,gated-mla,attnres --attn-res-block-size 3 --attn-res-tw
     --num-layers 8 --linear-attention-freq [1,1,1,0,1,1,1,0]
     --num-experts 4 --moe-router-topk 2 --moe-layer-freq [0,1,1,1,0,1,1,1] --moe-ffn-hidden-size 32
     --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall
-    --train-iters 6 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4"""
+    --train-iters 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4"""
 PLAIN = """--k3-plugins attnres --attn-res-block-size 2 --attn-res-two-phase off
     --spec k3_plugins.models.kimi_k3.layer_specs gpt
     --num-layers 8 --hidden-size 48 --num-attention-heads 4 --ffn-hidden-size 64
-    --train-iters 6 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4"""
+    --train-iters 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4"""
 DENSE = """--k3-platform cpu --no-rope-fusion --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 8"""
 
