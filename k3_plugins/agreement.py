@@ -146,6 +146,28 @@ def _wait_for_count(store: Any, key: str, count: int, seconds: float) -> None:
         time.sleep(0.05)
 
 
+def meet(seconds: float = 15.0) -> None:
+    """Wait until every rank is about to end, before there is a rendezvous of Megatron's.
+
+    All ranks read the same arguments and end for the same reason, some seconds apart. torchrun ends the others as soon
+    as the first one is gone, before they have said why, so they meet in torchrun's own store. Without torchrun, or if a
+    rank does not come, nothing happens.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch.distributed as dist
+
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds))
+        counter = f"k3_plugins/ending/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if store.add(counter, 1) == int(os.environ["WORLD_SIZE"]):
+            store.set(f"{counter}/all", "1")
+        store.wait([f"{counter}/all"])
+    except (RuntimeError, ValueError, KeyError):  # a lost store or a rank that did not come: this rank ends alone
+        return
+
+
 class AbortChannel:
     """Ends all ranks with one message when one of them fails during set-up."""
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from k3_plugins import activation_report, manifest
 from k3_plugins.activation import Activation, current
-from k3_plugins.agreement import AbortChannel, Disagreement, compare
+from k3_plugins.agreement import AbortChannel, Disagreement, compare, meet
 from k3_plugins.arguments import config_from_args, described_model, extend_parser
 from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
@@ -57,8 +57,8 @@ def _end(message: str, code: int = 2) -> NoReturn:
     channel = activation.abort_channel if activation else None
     if channel is not None:
         channel.publish(message, code)
-    # Under torchrun the first rank to end makes it end the others: a slow shutdown would cost them their exit code.
-    fail(message, code=code, at_once=channel is not None or int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    meet_others = channel is None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    fail(message, code=code, at_once=channel is not None or meet_others, before_leaving=meet if meet_others else None)
 
 
 def _arguments(original: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:

@@ -8,6 +8,7 @@ communication library, can hang for ever when the peers are gone, and the exit c
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 EXIT_BAD_ARGUMENTS = 2
@@ -20,15 +21,24 @@ def place_of(error: BaseException) -> str:
     return f"{os.path.join(*frame.filename.split(os.sep)[-3:])}:{frame.lineno}"
 
 
-def fail(message: str, *, code: int = EXIT_BAD_ARGUMENTS, at_once: bool = False) -> NoReturn:
+def fail(
+    message: str,
+    *,
+    code: int = EXIT_BAD_ARGUMENTS,
+    at_once: bool = False,
+    before_leaving: Callable[[], None] | None = None,
+) -> NoReturn:
     """Print ``message`` on stderr (once in this process) and end the process.
 
     Args:
         message: a sentence that says what is wrong and what to type.
         code: exit code; 2 is for argument errors.
         at_once: leave without interpreter shutdown, for when other ranks may already be gone or waiting.
+        before_leaving: called after the message was printed.
     """
     print(f"{PREFIX}{message}", file=sys.stderr, flush=True)
+    if before_leaving is not None:
+        before_leaving()
     if at_once:
         sys.stdout.flush()
         os._exit(code)

@@ -72,3 +72,11 @@ def test_a_checkpoint_of_another_model(tmp_path):
         result = run(load, words, nprocs=2)
         assert result.rc == 2
         assert all(listed in log and flag in log and "Traceback" not in log for log in result.logs), result.tail()
+
+
+def test_under_torchrun_every_rank_says_why_and_ends_with_2():
+    """torchrun ends the others as soon as the first one is gone, so they wait for each other."""
+    words = flags("--tensor-model-parallel-size 2 --kda-num-heads 3")
+    result = launch(DOOR, words, nprocs=2, check=False, timeout=180, torchrun=True)
+    assert all("--kda-num-heads 3 cannot be split" in log for log in result.logs), result.tail()
+    assert "exitcode  : 2" in result.agent and "SIGTERM" not in result.agent, result.agent
