@@ -16,12 +16,15 @@ import argparse
 import os
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from k3_plugins import platform
 

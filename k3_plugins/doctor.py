@@ -18,10 +18,12 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
+from k3_plugins import platform
 from k3_plugins.arguments import parse_control
 from k3_plugins.diagnosis import Diagnosis, checkout_hint, diagnose
 from k3_plugins.failure import fail
 from k3_plugins.feature import FeatureError
+from k3_plugins.platform import PlatformError
 
 _MARKS = {
     0: "[green]all as verified[/green]",
@@ -42,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         control, training_flags = parse_control(words)
     except FeatureError as error:
         fail(str(error))
+    if show_optimizer:  # the table needs a model, and a model the platform, before anything imports Megatron
+        try:
+            platform.select(control.platform)
+        except PlatformError as error:
+            fail(str(error))
     warnings.simplefilter("ignore")  # what packages warn about on import is not what is wrong with this installation
     with redirect_stdout(sys.stderr):  # packages print on import; --json must stay parseable
         diagnosis = diagnose(control, training_flags)

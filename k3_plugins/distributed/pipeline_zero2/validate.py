@@ -106,6 +106,14 @@ def check(args: Namespace, config: PipelineZeRO2Config) -> None:
 
 
 def _check_host_step(args: Namespace) -> None:
+    from k3_plugins.activation import current
+
+    activation = current()
+    if activation is not None and "per-head-muon" in activation.names:
+        raise FeatureError(
+            "--zero2-optimizer-device cpu steps every parameter with AdamW, not with per-head-muon: pass "
+            "--zero2-optimizer-device device, or drop per-head-muon from --k3-plugins"
+        )
     if args.optimizer != "adam":
         raise FeatureError(
             f"--zero2-optimizer-device cpu steps with AdamW, not with --optimizer {args.optimizer}: pass "

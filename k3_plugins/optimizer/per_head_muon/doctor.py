@@ -32,7 +32,6 @@ _PARALLEL = {
     "--load": 1,
     "--save": 1,
     "--sequence-parallel": 0,
-    "--use-distributed-optimizer": 0,
     "--overlap-grad-reduce": 0,
     "--overlap-param-gather": 0,
 }

@@ -5,6 +5,7 @@ optimizer, its checkpoints are Adam's, and none of the special cases for other o
 ``--use-distributed-optimizer``. ``--optimizer muon`` means the same while the feature is on.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,8 +106,8 @@ def _check_numbers(args: Namespace, config: PerHeadMuonConfig) -> None:
         ("--muon-adamw-lr", config.muon_adamw_lr),
         ("--muon-adamw-min-lr", config.muon_adamw_min_lr),
     ):
-        if value is not None and value < 0:
-            raise FeatureError(f"{flag} {value} must not be negative.")
+        if value is not None and not 0 <= value < math.inf:
+            raise FeatureError(f"{flag} {value} must be a finite number, not negative.")
     if config.muon_adamw_min_lr is not None and config.muon_adamw_lr is None:
         raise FeatureError("--muon-adamw-min-lr needs --muon-adamw-lr.")
     if (

@@ -92,14 +92,15 @@ class QKClip:
 
 def _owned(optimizer: Any, parameter: torch.nn.Parameter, held: set[int]) -> Iterator[tuple[Tensor, int]]:
     """(values to update, flat index of the first one in the parameter), nothing for another optimizer's parameter."""
-    master = getattr(parameter, "main_param", None)
     if hasattr(optimizer, "model_param_gbuf_map"):
         if parameter not in optimizer.model_param_gbuf_map:
             return
+        # What the inner optimizer updates: an fp32 master, a view of an fp32 parameter, or a copy of either elsewhere.
         place = optimizer._get_model_param_range_map(parameter)["param"]
-        # an fp32 parameter is its own master: the inner optimizer updates a view of it
-        yield (parameter.view(-1)[place.start : place.end] if master is None else master), place.start
+        group, order = optimizer.model_param_group_index_map[parameter]
+        yield optimizer.optimizer.param_groups[group]["params"][order], place.start
         return
+    master = getattr(parameter, "main_param", None)
     values = parameter if master is None else master
     if id(values) in held:
         yield values, 0

@@ -23,6 +23,10 @@ LAYOUTS = {
     "TP 2 SP, evaluation": (
         2, "--tensor-model-parallel-size 2 --sequence-parallel --eval-interval 1 --eval-iters 1"
     ),
+    "DP 2, Pipeline ZeRO-2, step on the CPU": (
+        2, f"{DIST_OPT} --k3-plugins pipeline-zero2 --zero2-optimizer-device cpu"
+    ),
+    "DP 2, Pipeline ZeRO-2, Per-Head Muon": (2, f"{DIST_OPT} --k3-plugins pipeline-zero2,per-head-muon"),
     "PP 2 CP 2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
 }
 
@@ -111,7 +115,7 @@ def test_heads_come_back_to_the_threshold(nprocs, words, unclipped, tmp_path):
 
     # evaluation collects nothing; a recomputed forward sees what the first one saw
     data_parallel = nprocs if DIST_OPT in words else 1
-    stages = 2 if "pipeline" in words else 1
+    stages = 2 if "--pipeline-model" in words else 1
     forwards = 2 if "recompute" in words else 1
     steps, microbatches = 2, 4 // data_parallel
     assert {rank["collected"] for rank in ranks} == {steps * microbatches * forwards * (2 // stages)}
@@ -193,6 +197,10 @@ def test_plain_attention(groups, gate):
     [
         ("--qk-clip-threshold 0", "--qk-clip-threshold 0.0 must be greater than 0"),
         ("--qk-clip-alpha 1", "--qk-clip-alpha 1.0 must be between 0 and 1"),
+        (
+            f"{DIST_OPT} --k3-plugins per-head-muon,pipeline-zero2 --zero2-optimizer-device cpu",
+            "steps every parameter with AdamW, not with per-head-muon",
+        ),
         ("--log-max-attention-logit", "--log-max-attention-logit is Megatron's own"),
     ],
 )
