@@ -156,7 +156,8 @@ def test_the_command_line_of_the_same_model_on_one_process():
     words = (
         "--num-layers 4 --tensor-model-parallel-size 2 --sequence-parallel --load=x --use-distributed-optimizer --lr 1"
     )
-    assert one_process(words.split()) == "--num-layers 4 --lr 1".split()
+    # the distributed optimizer stays: one process can have it, and other features need it
+    assert one_process(words.split()) == "--num-layers 4 --use-distributed-optimizer --lr 1".split()
     assert Layout.of(words.split()) == Layout(tensor=2, expert=1, expert_tensor=2)
 
 
