@@ -31,10 +31,11 @@ def _write(iteration: int) -> None:
 
     if iteration % get_args().tensorboard_log_interval:
         return
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if not OPTIMIZERS or (tensorboard is None and wandb is None):
-        return
+    # On every rank: what was measured would pile up where nobody writes.
     waited = sum(optimizer.exchange.take_waited_ms() for optimizer in OPTIMIZERS)
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if not OPTIMIZERS:
+        return
     if tensorboard is not None:
         tensorboard.add_scalar(WAITED_MS, waited, iteration)
     if wandb is not None:

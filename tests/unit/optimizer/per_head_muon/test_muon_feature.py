@@ -146,3 +146,22 @@ def test_a_default_of_a_flag_that_megatron_does_not_have_is_an_error():
 
     with pytest.raises(FeatureError, match=r"feature 'misspelt' sets flags .* \['muon_momentun'\]"):
         extend_parser(argparse.ArgumentParser(), [Misspelt()])
+
+
+def test_waits_are_taken_on_ranks_without_a_writer(monkeypatch):
+    """A rank that never writes the metric must not keep what it measured."""
+    import megatron.training
+    from megatron.training import global_vars
+
+    from k3_plugins.optimizer.per_head_muon import training
+
+    taken = []
+    exchange = Namespace(take_waited_ms=lambda: taken.append(1) or 0.0)
+    monkeypatch.setattr(training, "OPTIMIZERS", [Namespace(exchange=exchange)])
+    monkeypatch.setattr(megatron.training, "get_args", lambda: Namespace(tensorboard_log_interval=2))
+    for name in ("get_tensorboard_writer", "get_wandb_writer"):
+        monkeypatch.setattr(global_vars, name, lambda: None)
+    training._write(3)
+    assert not taken
+    training._write(4)
+    assert taken == [1]
