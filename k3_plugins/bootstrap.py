@@ -144,7 +144,8 @@ def _without_features(control: Control, selection: feature_list.Selection, argv:
         raise FeatureError(f"{flag} means nothing without --k3-plugins: name the features, or remove the flag")
     load = flag_value(argv, "--load")
     if load is not None:
-        manifest.refuse_without_features(load, flag_value(argv, "--ckpt-step"))
+        optimizer = not {"--no-load-optim", "--finetune"} & set(argv)
+        manifest.refuse_without_features(load, flag_value(argv, "--ckpt-step"), optimizer)
     select(control.platform)
     sys.argv[1:] = parse_control(sys.argv[1:])[1]
 

@@ -17,8 +17,10 @@ A feature folder holds ``feature.py`` with ``FEATURE``, an instance that satisfi
 
 Optional members, used when present: ``backends(config) -> Sequence[Backend]`` (what the start table and the doctor
 show), ``argument_defaults() -> Mapping`` (what Megatron's own flags default to while the feature is on, by argparse
-destination) and ``fingerprints() -> path`` (a third party's recorded fingerprints, written by
-``python -m k3_plugins.patching.record``).
+destination), ``fingerprints() -> path`` (a third party's recorded fingerprints, written by
+``python -m k3_plugins.patching.record``), ``changes_optimizer = True`` (the optimizer state in a checkpoint is of no
+use without the feature) and ``may_join = True`` (with ``changes_parameters``: a checkpoint that was saved without the
+feature may be loaded with it, but not the reverse).
 
 Every field of the config of a feature with ``changes_parameters = True`` counts when a checkpoint is loaded, unless
 its metadata says otherwise: ``field(default="auto", metadata={"changes_parameters": False})``.

@@ -14,7 +14,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def contents(activation: Activation, iteration: int) -> dict[str, Any]:
         "features": {
             feature.name: {
                 "changes_parameters": feature.changes_parameters,
+                "changes_optimizer": changes_optimizer(feature),
                 "config": plain_config(activation.configs.get(feature.name)),
                 "parameter_fields": parameter_fields(feature),
                 "flags": flag_line(activation.configs[feature.name], parameter_fields(feature))
@@ -92,6 +93,11 @@ def model_sizes(args: Any) -> dict[str, Any]:
     return {name: plain(getattr(args, name)) for name in _MODEL_FIELDS if name not in absent}
 
 
+def changes_optimizer(feature: Feature) -> bool:
+    """Whether the optimizer state in a checkpoint of this feature is of no use without it."""
+    return bool(getattr(feature, "changes_optimizer", False))  # an optional member of the protocol
+
+
 def parameter_fields(feature: Feature) -> list[str]:
     """The config fields that must not change between saving and loading."""
     if feature.config is None or not feature.changes_parameters:
@@ -126,6 +132,8 @@ class Found:
     folder: str
     manifest: Mapping[str, Any] | None
     """None if it was saved without k3_plugins."""
+    weights_only: bool = False
+    """Megatron takes nothing but the parameters from it."""
 
 
 def find(load: str, step: str | int | None = None) -> Found | None:
@@ -214,7 +222,10 @@ def check_load(args: Any, activation: Activation) -> list[str]:
         if activation.control.allow_empty_load:
             return [f"--load {args.load} holds no checkpoint: starting from scratch (--k3-allow-empty-load)"]
         require_checkpoint(args)
-    return compare(found, activation)
+    notes = compare(found, activation)
+    if not (args.no_load_optim or args.finetune or found.weights_only):
+        _check_optimizer(found, activation.names)
+    return notes
 
 
 def require_checkpoint(args: Any) -> None:
@@ -247,6 +258,7 @@ def _to_be_loaded(args: Any) -> Found | None:
         found = find(args.pretrained_checkpoint)
         if found is None:
             raise FeatureError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
+        found = replace(found, weights_only=True)
     return found
 
 
@@ -277,6 +289,17 @@ def compare(found: Found, activation: Activation) -> list[str]:
         )
     toggled = sorted(set(saved) ^ set(activation.names))
     return [f"checkpoint {found.folder}: {name} was toggled since; parameters are unaffected" for name in toggled]
+
+
+def _check_optimizer(found: Found, active: Sequence[str]) -> None:
+    saved = found.manifest["features"] if found.manifest is not None else {}
+    missing = [name for name, entry in saved.items() if entry.get("changes_optimizer") and name not in active]
+    if missing:
+        names = ",".join(missing)
+        raise FeatureError(
+            f"checkpoint {found.folder} holds the optimizer state of {names}, which is off, and no other optimizer can "
+            f"continue it: add {names} to --k3-plugins, or start a new optimizer state with --no-load-optim"
+        )
 
 
 def check_model(args: Any, activation: Activation) -> None:
@@ -335,8 +358,13 @@ def _flags_to_use(saved: Mapping[str, Any], saved_changing: Mapping[str, Any], a
     return flags
 
 
-def refuse_without_features(load: str, step: str | None) -> None:
+def refuse_without_features(load: str, step: str | None, optimizer: bool = True) -> None:
     """For a start without ``--k3-plugins``: stock Megatron cannot load parameters that a feature changed.
+
+    Args:
+        load: the ``--load`` folder.
+        step: of ``--ckpt-step``.
+        optimizer: whether the optimizer's state is to be loaded too.
 
     Raises:
         FeatureError: with the flags to use.
@@ -356,6 +384,8 @@ def refuse_without_features(load: str, step: str | None) -> None:
             f"checkpoint {found.folder} was saved with {', '.join(changing)}, and no feature is on. To load it, use:\n"
             f"  {' '.join(flags)}"
         )
+    if optimizer:
+        _check_optimizer(found, ())
 
 
 def _all_flags(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -75,6 +75,8 @@ def arguments(load, **changes):
         non_persistent_ckpt_type=None,
         non_persistent_global_ckpt_dir=None,
         pretrained_checkpoint=None,
+        no_load_optim=False,
+        finetune=False,
     )
     return Namespace(**{**values, **changes})
 
@@ -139,6 +141,24 @@ def test_a_start_without_features_refuses_a_checkpoint_that_needs_them(saved, ac
 def test_a_start_without_features_loads_what_no_feature_changed(saved, activation):
     manifest.refuse_without_features(saved(activation(toy=False, probe=True)), None)
     manifest.refuse_without_features(saved(None, iteration=20), None)
+
+
+def test_optimizer_state_of_a_feature_needs_the_feature_or_no_optimizer(saved, activation, tmp_path):
+    """Megatron's AdamW reports a KeyError with a tuple of learning rates for it."""
+    with_state = activation(toy=False, probe=True)
+    with_state.features[0].changes_optimizer = True
+    load = saved(with_state)
+    text = refused(arguments(load), activation(toy=False))
+    assert "holds the optimizer state of probe" in text
+    assert "add probe to --k3-plugins" in text and "--no-load-optim" in text
+    assert manifest.check_load(arguments(load), with_state) == []
+    for words in ({"no_load_optim": True}, {"finetune": True}):
+        assert "probe was toggled" in manifest.check_load(arguments(load, **words), activation(toy=False))[0]
+    weights = arguments(str(tmp_path / "nothing yet"), pretrained_checkpoint=load)
+    assert "probe was toggled" in manifest.check_load(weights, activation(toy=False))[0]
+    with pytest.raises(FeatureError, match="holds the optimizer state of probe"):
+        manifest.refuse_without_features(load, None)
+    manifest.refuse_without_features(load, None, optimizer=False)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
@@ -245,6 +265,7 @@ def test_every_value_of_a_config_becomes_json(activation, tmp_path):
     contents = json.loads((tmp_path / manifest.FILE_NAME).read_text())
     assert contents["features"]["toy"] == {
         "changes_parameters": True,
+        "changes_optimizer": False,
         "config": {"toy_width": 8, "toy_backend": "auto"},
         "parameter_fields": ["toy_width"],
         "flags": ["--toy-width", "8"],

@@ -93,7 +93,8 @@ class ChunkGradients:
             # through it in the backward pass. Only its memory changes.
             param.main_grad = torch.empty(0, dtype=param.main_grad.dtype, device=param.main_grad.device)
         self._main_grads = [param.main_grad for param in self._shard_of]
-        self._nothing = [main_grad.data for main_grad in self._main_grads]
+        self._nothing = [_unwritable(param) for param in self._shard_of]
+        self._unbind()
 
     def _lay_out(self) -> tuple[list[Shard], int, int, torch.Tensor]:
         places, offset, staging, start = [], 0, 0, 0
@@ -204,7 +205,7 @@ class ChunkGradients:
         self.reductions += 1
 
     def _unbind(self) -> None:
-        # A gradient that arrives outside the hooks then fails (the shapes differ) instead of being lost.
+        # A gradient that arrives outside the hooks then fails instead of being lost.
         for main_grad, nothing in zip(self._main_grads, self._nothing, strict=True):
             main_grad.data = nothing
 
@@ -266,6 +267,15 @@ class ChunkGradients:
             for param, main_grad in zip(self._shard_of, self._main_grads, strict=True):
                 param.main_grad = main_grad
             self._outside = []
+
+
+def _unwritable(param: torch.nn.Parameter) -> torch.Tensor:
+    """A tensor that no gradient of the parameter can be added to: its shape differs.
+
+    A single element would broadcast to every shape. For it, two elements share one place, which torch refuses to write.
+    """
+    nothing = torch.empty(0, dtype=param.main_grad.dtype, device=param.main_grad.device)
+    return nothing.new_zeros(1).expand(2) if param.numel() == 1 else nothing
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

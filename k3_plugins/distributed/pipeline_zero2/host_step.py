@@ -30,7 +30,12 @@ def move_to_host(optimizer: Any, kernel: str, gradients: Iterable[torch.Tensor])
 
     Raises:
         FeatureError: if DeepSpeed is asked for and missing, or the optimizer is Adam with coupled weight decay.
+        RuntimeError: for an optimizer that was moved already, or has moments, which would be lost.
     """
+    if isinstance(optimizer.optimizer, HostAdamW):
+        raise RuntimeError("the optimizer steps in host memory already: it can be moved there once")
+    if optimizer.optimizer is not None and optimizer.optimizer.state:
+        raise RuntimeError("the optimizer has made a step or loaded its state: move it to host memory before that")
     if not optimizer.config.decoupled_weight_decay:
         raise FeatureError("--zero2-optimizer-device cpu steps with AdamW; the optimizer couples weight decay (Adam)")
     IN_HOST_MEMORY.gradients.update(tensor.untyped_storage().data_ptr() for tensor in gradients)

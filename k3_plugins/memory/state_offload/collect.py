@@ -37,11 +37,14 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[Block]:
     """The storages of the tensors, in order, empty ones left out.
 
     Raises:
-        StateOffloadError: for memory that others may hold (numpy, other processes, a file): it cannot be freed.
+        StateOffloadError: for memory that others may hold (numpy, other processes, a file): it cannot be freed; for a
+            tensor whose memory is away already.
     """
     found: dict[int, Block] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
+        if tensor.numel() and not storage.nbytes():
+            raise StateOffloadError(f"{name} has no memory: it is out already, or was freed; call back() first")
         if storage.nbytes() == 0 or storage.data_ptr() in found:
             continue
         if not storage.resizable():

@@ -6,6 +6,8 @@ A piece is a file of its own. Both kinds get and give page-aligned uint8 buffers
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -21,8 +23,8 @@ class PieceIO(Protocol):
     granule: int
     """Files hold a multiple of so many bytes; the rest of the last granule is padding."""
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 in host memory that pieces are written from and read into."""
+    def buffer(self, nbytes: int) -> AbstractContextManager[torch.Tensor]:
+        """`[nbytes]` uint8 in host memory that pieces are written from and read into, until the context ends."""
 
     def write(self, path: Path, piece: torch.Tensor) -> None:
         """Write all of `piece` and make it durable. Raises OSError."""
@@ -36,8 +38,9 @@ class PlainFiles:
 
     granule = 1
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    @contextmanager
+    def buffer(self, nbytes: int) -> Iterator[torch.Tensor]:
+        yield torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def write(self, path: Path, piece: torch.Tensor) -> None:
         with open(path, "wb", buffering=0) as file:
@@ -90,8 +93,14 @@ class DeepSpeedFiles:
             ) from error
         self._handle = module.aio_handle(block_size, queue_depth, False, True, 1)
 
-    def buffer(self, nbytes: int) -> torch.Tensor:
-        return self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+    @contextmanager
+    def buffer(self, nbytes: int) -> Iterator[torch.Tensor]:
+        locked = self._handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        try:
+            yield locked
+        finally:
+            # The tensor does not own its memory: without this it stays locked until the process ends.
+            self._handle.free_cpu_locked_tensor(locked)
 
     def write(self, path: Path, piece: torch.Tensor) -> None:
         done = self._handle.sync_pwrite(piece, str(path))

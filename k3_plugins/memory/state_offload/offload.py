@@ -12,6 +12,8 @@ its own, which appears under its name when it is complete.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import json
 import os
 import shutil
@@ -83,6 +85,7 @@ class StateOffload:
         """Whether the state is on disk and its memory is free."""
         self._blocks: list[Block] = []
         self._pieces: list[list[Piece]] = []
+        self._lock: int | None = None
 
     def out(self, tensors: Mapping[str, torch.Tensor]) -> int:
         """Write the tensors' memory to disk and free it.
@@ -100,6 +103,7 @@ class StateOffload:
         partial = self.folder.with_name(f".{self.folder.name}.partial")
 
         def write() -> None:
+            self._take_folder()
             blocks.extend(block for block in blocks_of(tensors) if block.nbytes >= self._smallest)
             for old in (partial, self.folder):  # of a job that died; what it holds belongs to no memory any more
                 if old.exists():
@@ -113,8 +117,10 @@ class StateOffload:
 
         error = self._together(write)
         if error:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._lock is not None:  # otherwise the folder is another's
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self._give_folder_back()
             raise StateOffloadError(f"the state stays in memory, unchanged: {error}")
         for block in blocks:
             block.release()
@@ -141,8 +147,33 @@ class StateOffload:
             raise StateOffloadError(f"the state stays on disk: {error}")
         total = sum(block.nbytes for block in self._blocks)
         self._blocks, self._pieces, self.is_out = [], [], False
-        shutil.rmtree(self.folder)
+        error = self._together(functools.partial(shutil.rmtree, self.folder))
+        self._give_folder_back()
+        if error:
+            raise StateOffloadError(f"the state is in memory again, but its files could not be removed: {error}")
         return total
+
+    # -- the folder --------------------------------------------------------------------------------------------------
+
+    def _take_folder(self) -> None:
+        """What lies in a folder that nobody holds belongs to no memory any more: its process has ended."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(self.folder.with_name(f".{self.folder.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            raise StateOffloadError(
+                f"{self.folder} holds a state that is out now, of another StateOffload or process ({error}): name "
+                "another folder"
+            ) from error
+        self._lock = lock
+
+    def _give_folder_back(self) -> None:
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # forks of this process hold the descriptor too
+            os.close(self._lock)
+            self._lock = None
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
@@ -154,24 +185,28 @@ class StateOffload:
             )
 
     def _write(self, folder: Path, blocks: list[Block]) -> Iterator[list[Piece]]:
-        staging = self._io.buffer(_padded(min(self._piece_bytes, max((b.nbytes for b in blocks), default=0)), self._io))
-        for number, block in enumerate(blocks):
-            memory, pieces = block.bytes(), []
-            for start in range(0, block.nbytes, self._piece_bytes):
-                size = min(self._piece_bytes, block.nbytes - start)
-                staged = staging[: _padded(size, self._io)]
-                staged[:size].copy_(memory[start : start + size])
-                staged[size:].zero_()
-                name = f"{number:06d}.{start // self._piece_bytes:04d}.bin"
-                path = folder / name
-                try:
-                    self._io.write(path, staged)
-                except OSError as error:
-                    raise StateOffloadError(f"{path} ({block.name}) cannot be written: {error}") from error
-                if (found := path.stat().st_size) != staged.numel():
-                    raise StateOffloadError(f"{path} ({block.name}): {found} of {staged.numel()} bytes were written")
-                pieces.append(Piece(name, start, size, staged.numel(), zlib.crc32(staged[:size].numpy())))
-            yield pieces
+        if not blocks:
+            return
+        largest = _padded(min(self._piece_bytes, max(block.nbytes for block in blocks)), self._io)
+        with self._io.buffer(largest) as staging:
+            for number, block in enumerate(blocks):
+                yield [
+                    self._write_piece(folder / f"{number:06d}.{index:04d}.bin", block, start, staging)
+                    for index, start in enumerate(range(0, block.nbytes, self._piece_bytes))
+                ]
+
+    def _write_piece(self, path: Path, block: Block, start: int, staging: torch.Tensor) -> Piece:
+        size = min(self._piece_bytes, block.nbytes - start)
+        staged = staging[: _padded(size, self._io)]
+        staged[:size].copy_(block.bytes()[start : start + size])
+        staged[size:].zero_()
+        try:
+            self._io.write(path, staged)
+        except OSError as error:
+            raise StateOffloadError(f"{path} ({block.name}) cannot be written: {error}") from error
+        if (found := path.stat().st_size) != staged.numel():
+            raise StateOffloadError(f"{path} ({block.name}): {found} of {staged.numel()} bytes were written")
+        return Piece(path.name, start, size, staged.numel(), zlib.crc32(staged[:size].numpy()))
 
     def _write_index(self, folder: Path, blocks: list[Block], pieces: list[list[Piece]]) -> None:
         """For people and tools that find the folder; `back` relies on what this process remembers."""
@@ -198,20 +233,23 @@ class StateOffload:
 
     def _read(self) -> None:
         largest = max((piece.file_bytes for pieces in self._pieces for piece in pieces), default=0)
-        staging = self._io.buffer(largest)
-        for block, pieces in zip(self._blocks, self._pieces, strict=True):
-            block.allocate()
-            memory = block.bytes()
-            for piece in pieces:
-                path = self.folder / piece.file
-                staged = staging[: piece.file_bytes]
-                try:
-                    self._io.read(path, staged)
-                except OSError as error:
-                    raise StateOffloadError(f"{path} ({block.name}) cannot be read: {error}") from error
-                if zlib.crc32(staged[: piece.nbytes].numpy()) != piece.crc32:
-                    raise StateOffloadError(f"{path} ({block.name}) is damaged: its checksum differs")
-                memory[piece.start : piece.start + piece.nbytes].copy_(staged[: piece.nbytes])
+        if not largest:
+            return
+        with self._io.buffer(largest) as staging:
+            for block, pieces in zip(self._blocks, self._pieces, strict=True):
+                block.allocate()
+                for piece in pieces:
+                    self._read_piece(block, piece, staging[: piece.file_bytes])
+
+    def _read_piece(self, block: Block, piece: Piece, staged: torch.Tensor) -> None:
+        path = self.folder / piece.file
+        try:
+            self._io.read(path, staged)
+        except OSError as error:
+            raise StateOffloadError(f"{path} ({block.name}) cannot be read: {error}") from error
+        if zlib.crc32(staged[: piece.nbytes].numpy()) != piece.crc32:
+            raise StateOffloadError(f"{path} ({block.name}) is damaged: its checksum differs")
+        block.bytes()[piece.start : piece.start + piece.nbytes].copy_(staged[: piece.nbytes])
 
     # -- over ranks --------------------------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ class PerHeadMuonFeature:
     requires: Sequence[str] = ()
     conflicts: Sequence[str] = ()
     config = PerHeadMuonConfig
-    changes_parameters = False  # the optimizer's state is compared when it is loaded, parameter by parameter
+    changes_parameters = False
+    changes_optimizer = True  # the other way round, state is compared when it is loaded, parameter by parameter
 
     def patches(self) -> Sequence[Patch]:
         """The optimizer, and the metric."""
@@ -76,20 +77,32 @@ class PerHeadMuonFeature:
             args.ddp_bucket_size = ONE_BUCKET
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
-        """The matrices that this rank orthogonalised, and the elements that it received for them, as planned."""
+        """Every trainable parameter was updated by these optimizers, and every planned matrix and element was seen."""
         from k3_plugins.optimizer.per_head_muon.runtime import OPTIMIZERS
 
-        owned = steps = planned = received = 0
+        owned = planned = done = received = 0
         for optimizer in OPTIMIZERS:
             plans = [chunk.plan for chunk in optimizer.work]
-            owned += sum(len(plan.local) + len(plan.owned) for plan in plans)
+            matrices = sum(len(plan.local) + len(plan.owned) for plan in plans)
+            owned += matrices
             planned += optimizer.steps * sum(plan.elements_received for plan in plans)
+            done += optimizer.orthogonalised - optimizer.steps * matrices
             received += optimizer.exchange.elements_received
-            steps += optimizer.steps
+        here = [p for chunk in model_chunks for p in chunk.parameters()]
+        bound = {id(p) for optimizer in OPTIMIZERS for p in optimizer.trained}
+        others = sum(p.requires_grad and id(p) not in bound for p in here)
+        faults = (
+            (others, f"{others} trainable parameters belong to no Per-Head Muon optimizer"),
+            (bound - {id(p) for p in here}, "one of its optimizers belongs to another model"),
+            (any(not optimizer.steps for optimizer in OPTIMIZERS), "an optimizer made no update in the first step"),
+            (done, f"{abs(done)} matrices {'more' if done > 0 else 'less'} than planned were orthogonalised"),
+            (planned != received, f"{planned} elements were planned"),
+        )
+        found = [text for wrong, text in faults if wrong]
         return Witness(
-            summary=f"{owned} matrices owned, {received} elements received" + ("" if steps else ", no update yet"),
-            ok=bool(OPTIMIZERS) and planned == received,
-            details={"owned": owned, "received": received, "planned": planned},
+            summary=", ".join([f"{owned} matrices owned", f"{received} elements received", *found]),
+            ok=not found,
+            details={"owned": owned, "received": received, "planned": planned, "faults": found},
         )
 
 

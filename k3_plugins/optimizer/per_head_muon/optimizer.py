@@ -63,9 +63,14 @@ class PerHeadMuon(torch.optim.AdamW):
     def __init__(self, param_groups: Sequence[dict], settings: MuonSettings, **kwargs: Any) -> None:
         super().__init__(param_groups, **kwargs)
         self.settings = settings
+        self.trained = tuple(p for group in self.param_groups for p in group["params"])
+        """The model's parameters, before Megatron exchanges them for shards."""
         self.work: list[ChunkWork] = []
         self.exchange: Exchange | None = None
         self.steps = 0
+        """Updates in this process."""
+        self.orthogonalised = 0
+        """Matrices that this rank has orthogonalised in them."""
         self.set_step(0)
 
     def bind(self, work: Sequence[ChunkWork], exchange: Exchange) -> None:
@@ -161,9 +166,15 @@ class PerHeadMuon(torch.optim.AdamW):
 
     def gradient_of(self, shard: Shard) -> Tensor:
         """The shard's flat fp32 gradient."""
-        if shard.main.grad is None:
+        grad = shard.main.grad
+        if grad is None:
             raise RuntimeError(f"per-head-muon: {shard.name} has no gradient on this rank")
-        return shard.main.grad.view(-1)
+        if grad.numel() != shard.main.numel():  # a single element would be taken for all of them
+            raise RuntimeError(
+                f"per-head-muon: the gradient of {shard.name} has {grad.numel()} elements on this rank, its shard "
+                f"{shard.main.numel()}"
+            )
+        return grad.view(-1)
 
     def direction(self, shard: Shard, element: int, size: int) -> Tensor:
         """What is to be orthogonalised, for ``size`` elements from ``element`` of the parameter on."""
@@ -256,6 +267,7 @@ class _Pipeline:
         """``[b, n]`` to ``[b, n]``, both in storage order."""
         matrix = batch[0].matrix
         b, r, c, k = len(batch), matrix.rows, matrix.columns, matrix.slabs
+        self.optimizer.orthogonalised += b
         if k == 1:
             return orthogonalise(storage.view(b, r, c), self.settings).view(b, -1)
         whole = storage.view(b, k, r, c // k).transpose(1, 2).reshape(b, r, c)

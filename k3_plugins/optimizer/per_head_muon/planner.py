@@ -76,41 +76,89 @@ def assign(
         matrices: for every tensor rank the matrices it takes part in (see `splits.matrices`).
         bounds: who holds what; None if every data rank holds everything.
         data_ranks: D.
-        rule: ``balanced``: the holder with the least Newton-Schulz work so far; matrices that need not move come
-            first, then large ones. ``largest-piece``: the holder of most elements.
+        rule: ``largest-piece``: the holder of most elements. ``balanced``: the holder with the least Newton-Schulz
+            work so far; where the busiest rank gets no more work by it, the holder of most elements instead.
 
     Returns:
-        every matrix once. Matrices that tensor ranks hold together come last, so that the work on the others is
-        distributed alike on every tensor rank: copies of a parameter then stay equal bit for bit.
+        every matrix once: first those that need not move, large ones before small ones. Matrices that tensor ranks
+        hold together come last, so that the work on the others is distributed alike on every tensor rank: copies of a
+        parameter then stay equal bit for bit.
     """
     if rule not in OWNER_RULES:
         raise ValueError(f"there is no owner rule {rule!r}; the rules are {', '.join(OWNER_RULES)}")
     distinct = {id(matrix): matrix for per_rank in matrices for matrix in per_rank}
-    loads: dict[Place, int] = {}
-    pieces = {key: tuple(_pieces(matrix, bounds, data_ranks)) for key, matrix in distinct.items()}
-
-    def order(item: tuple[int, Matrix]) -> tuple:
-        key, matrix = item
-        fixed = len({piece.holder for piece in pieces[key]}) == 1
-        first = matrix.parts[0]
-        return matrix.joined, not fixed, -matrix.cost, matrix.parameter, first.intervals, first.tensor_rank
-
+    held = [_Held(matrix, tuple(_pieces(matrix, bounds, data_ranks))) for matrix in distinct.values()]
+    held.sort(key=_Held.order)
+    nearest = [item.largest_holder() for item in held]
+    owners = nearest if rule == "largest-piece" and bounds is not None else _by_work(held)
+    if rule == "balanced" and bounds is not None:
+        # A rank's work is mostly that of matrices which lie whole on it, so that often many choices are equally good.
+        near = _by_work(held, limit=_busiest(held, owners))
+        owners = min(owners, near, nearest, key=lambda choice: (_busiest(held, choice), _travelling(held, choice)))
     result = []
-    for key, matrix in sorted(distinct.items(), key=order):
-        targets = pieces[key]
-        held: dict[Place, int] = {}
-        for piece in targets:
-            held[piece.holder] = held.get(piece.holder, 0) + piece.size
-        if rule == "balanced" or bounds is None:
-            owner = min(held, key=lambda place: (loads.get(place, 0), -held[place], place))
-        else:
-            owner = min(held, key=lambda place: (-held[place], place))
-        loads[owner] = loads.get(owner, 0) + matrix.cost
-        sources = targets
+    for item, owner in zip(held, owners, strict=True):
+        sources = item.pieces
         if bounds is None:
-            sources = tuple(piece for piece in targets if piece.holder.data_rank == owner.data_rank)
-        result.append(Assignment(matrix, owner, sources, targets))
+            sources = tuple(piece for piece in sources if piece.holder.data_rank == owner.data_rank)
+        result.append(Assignment(item.matrix, owner, sources, item.pieces))
     return result
+
+
+class _Held:
+    """A matrix and who holds it."""
+
+    def __init__(self, matrix: Matrix, pieces: tuple[Piece, ...]) -> None:
+        self.matrix = matrix
+        self.pieces = pieces
+        self.elements: dict[Place, int] = {}
+        """By holder."""
+        for piece in pieces:
+            self.elements[piece.holder] = self.elements.get(piece.holder, 0) + piece.size
+
+    def order(self) -> tuple:
+        matrix, first = self.matrix, self.matrix.parts[0]
+        cut = len(self.elements) > 1
+        return matrix.joined, cut, -matrix.cost, matrix.parameter, first.intervals, first.tensor_rank
+
+    def largest_holder(self) -> Place:
+        return min(self.elements, key=lambda place: (-self.elements[place], place))
+
+
+def _by_work(held: Sequence[_Held], limit: int | None = None) -> list[Place]:
+    """The holder with the least work so far; with a limit, the largest holder whose work stays within it."""
+    loads: dict[Place, int] = {}
+    owners = []
+    for item in held:
+        within = [p for p in item.elements if limit is not None and loads.get(p, 0) + item.matrix.cost <= limit]
+        if within:
+            owner = min(within, key=lambda place: (-item.elements[place], place))
+        else:
+            owner = min(item.elements, key=lambda place: (loads.get(place, 0), -item.elements[place], place))
+        loads[owner] = loads.get(owner, 0) + item.matrix.cost
+        owners.append(owner)
+    return owners
+
+
+def _busiest(held: Sequence[_Held], owners: Sequence[Place]) -> int:
+    loads: dict[Place, int] = {}
+    for item, owner in zip(held, owners, strict=True):
+        loads[owner] = loads.get(owner, 0) + item.matrix.cost
+    return max(loads.values(), default=0)
+
+
+def _travelling(held: Sequence[_Held], owners: Sequence[Place]) -> int:
+    return sum(item.matrix.size - item.elements[owner] for item, owner in zip(held, owners, strict=True))
+
+
+def least_busiest(assignments: Sequence[Assignment]) -> int:
+    """Newton-Schulz work that the busiest rank has at least, whoever of the holders owns the matrices that are cut."""
+    fixed: dict[Place, int] = {}
+    for assignment in assignments:
+        holders = {piece.holder for piece in assignment.targets}
+        if len(holders) == 1:
+            (holder,) = holders
+            fixed[holder] = fixed.get(holder, 0) + assignment.matrix.cost
+    return max([*fixed.values(), *(assignment.matrix.cost for assignment in assignments)], default=0)
 
 
 def _pieces(matrix: Matrix, bounds: Bounds | None, data_ranks: int) -> Iterator[Piece]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3_plugins.feature import FeatureError
 from k3_plugins.transformer.logit_maxima import LogitMaxima
 
 
@@ -59,7 +60,7 @@ def clipped_attentions(model_chunks: Sequence[torch.nn.Module], alpha: float) ->
     """Every softmax attention of this rank, prepared to collect its maxima.
 
     Raises:
-        ValueError: for an attention whose logits cannot be had or are not linear in the weights.
+        FeatureError: for an attention whose logits cannot be had or are not linear in the weights.
     """
     found = []
     for index, chunk in enumerate(model_chunks):
@@ -86,16 +87,32 @@ def _recorder(name: str, attention: Any) -> Callable[[], Tensor | None]:
             return owner.logit_maxima.take
     core = attention.core_attention
     if not hasattr(core, "current_max_attn_logits"):
-        raise ValueError(
+        raise FeatureError(
             f"qk-clip: {name} runs {type(core).__name__}, which does not report its largest logits; use the K3 layer"
             " specs (--spec k3_plugins.models.kimi_k3.layer_specs gpt) or Transformer Engine 2.9 or newer, or drop"
             " qk-clip from --k3-plugins"
         )
 
+    return _training_maxima(core)
+
+
+def _training_maxima(core: torch.nn.Module) -> Callable[[], Tensor | None]:
+    """Read Transformer Engine's running maximum, which takes in every forward pass: those of evaluation are undone."""
+    before: list[Tensor | None] = []
+
+    def remember(module: torch.nn.Module, inputs: Any) -> None:
+        before[:] = [module.current_max_attn_logits]
+
+    def restore(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not module.training:
+            module.current_max_attn_logits = before[0]
+
     def take() -> Tensor | None:
         value, core.current_max_attn_logits = core.current_max_attn_logits, None
         return value
 
+    core.register_forward_pre_hook(remember)
+    core.register_forward_hook(restore)
     return take
 
 
@@ -118,7 +135,7 @@ def _head_major(linear: Any, parts: list[tuple[int, float]]) -> list[ClippedRows
 def _plain_rows(name: str, attention: Any, alpha: float) -> list[ClippedRows]:
     config = attention.config
     if config.qk_layernorm or config.qk_l2_norm:
-        raise ValueError(
+        raise FeatureError(
             f"qk-clip: {name} normalises queries and keys, so scaling their weights does not bound the logits; drop"
             " --qk-layernorm, or drop qk-clip from --k3-plugins"
         )

@@ -44,15 +44,21 @@ def wrap_get_megatron_optimizer(original: Callable[..., Any]) -> Callable[..., A
 
 
 def _require_attention(clip: QKClip) -> None:
-    """A pipeline stage may have KDA layers only; the whole model may not."""
+    """A pipeline stage may have KDA layers only; the whole model may not.
+
+    Raises:
+        FeatureError: on every rank, for a model without a head to clip.
+    """
     import torch
+
+    from k3_plugins.feature import FeatureError
 
     # on the group's device: NCCL takes no CPU tensors
     device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
     count = torch.tensor(len(clip.attentions), device=device)
     torch.distributed.all_reduce(count)
     if not count:
-        raise ValueError(
+        raise FeatureError(
             "qk-clip: the model has no softmax attention whose logits could be clipped (KDA layers have none); drop"
             " qk-clip from --k3-plugins"
         )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from k3_plugins.memory.state_offload import io, offload
+from k3_plugins.memory.state_offload import collect, io, offload
 from k3_plugins.memory.state_offload.collect import blocks_of, training_state
 from k3_plugins.memory.state_offload.errors import StateOffloadError
 from k3_plugins.memory.state_offload.offload import INDEX, StateOffload
@@ -169,6 +169,65 @@ def test_wrong_calls(tmp_path):
         blocks_of(borrowed)
 
 
+def test_a_state_that_is_out_cannot_move_again(tmp_path):
+    """Neither by another object nor into its folder: either would leave nothing to come back."""
+    tensors = state()
+    first, second = small(tmp_path), small(tmp_path)
+    first.out(tensors)
+    other = {"other": torch.ones(1000)}
+    with pytest.raises(StateOffloadError, match="stays in memory.*holds a state that is out now.*another folder"):
+        second.out(other)
+    assert torch.equal(other["other"], torch.ones(1000)) and not second.is_out
+    with pytest.raises(StateOffloadError, match="stays in memory.*flat has no memory: it is out already"):
+        small(tmp_path / "elsewhere").out(tensors)
+    assert first.is_out and list((tmp_path / "rank00000").glob("*.bin"))
+    first.back()
+    assert bits(tensors) == bits(state())
+    second.out(other)  # the folder is free again
+    second.back()
+    assert torch.equal(other["other"], torch.ones(1000))
+
+
+def test_memory_that_runs_out_on_the_way_back_leaves_the_state_on_disk(tmp_path, monkeypatch):
+    tensors, moved = state(), small(tmp_path)
+    moved.out(tensors)
+    allocate, calls = collect.Block.allocate, []
+
+    def fails_at_the_second(block):
+        calls.append(block.name)
+        if len(calls) == 2:
+            raise MemoryError("no memory")
+        allocate(block)
+
+    monkeypatch.setattr(collect.Block, "allocate", fails_at_the_second)
+    with pytest.raises(StateOffloadError, match="stays on disk: MemoryError: no memory"):
+        moved.back()
+    assert calls == ["flat", "half"] and moved.is_out and memory(tensors) == 0
+    moved.back()
+    assert bits(tensors) == bits(state())
+
+
+def test_files_that_cannot_be_removed_do_not_hide_that_the_state_is_back(tmp_path, monkeypatch):
+    tensors, moved = state(), small(tmp_path)
+    moved.out(tensors)
+    with monkeypatch.context() as patched:
+
+        def refuses(path):
+            raise PermissionError(13, "Permission denied")
+
+        patched.setattr(offload.shutil, "rmtree", refuses)
+        with pytest.raises(StateOffloadError, match="is in memory again.*Permission denied"):
+            moved.back()
+    assert not moved.is_out and bits(tensors) == bits(state())
+    moved.out(tensors)  # removes them
+    moved.back()
+
+
+def test_nothing_to_move(tmp_path):
+    moved = StateOffload(tmp_path)
+    assert moved.out({"small": torch.ones(3)}) == 0 and moved.back() == 0
+
+
 def test_a_torch_optimizer_continues_as_if_nothing_had_happened(tmp_path):
     def train(interrupted):
         torch.manual_seed(0)
@@ -196,8 +255,22 @@ def test_a_torch_optimizer_continues_as_if_nothing_had_happened(tmp_path):
 class FakeHandle:
     """What 0.19's aio_handle was seen to do; where it aborts the process, this raises SystemError."""
 
+    locked: list[int] = []
+    """Addresses of buffers that were not given back; the real ones stay locked until the process ends."""
+    lent = 0
+
     def new_cpu_locked_tensor(self, count, example):
-        return torch.empty(count, dtype=example.dtype)
+        assert count > 0
+        tensor = torch.empty(count, dtype=example.dtype)
+        self.locked.append(tensor.data_ptr())
+        FakeHandle.lent += 1
+        return tensor
+
+    def free_cpu_locked_tensor(self, tensor):
+        if tensor.data_ptr() not in self.locked:
+            return False
+        self.locked.remove(tensor.data_ptr())
+        return True
 
     def sync_pwrite(self, piece, path):
         if not os.path.isdir(os.path.dirname(path)):
@@ -222,6 +295,8 @@ def deepspeed(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(io, "require", lambda module, purpose: modules[module])
+    monkeypatch.setattr(FakeHandle, "locked", [])
+    monkeypatch.setattr(FakeHandle, "lent", 0)
     return modules["deepspeed.ops.op_builder"]
 
 
@@ -238,6 +313,27 @@ def test_async_io_pads_to_its_block_and_checks_sizes(tmp_path, deepspeed, piece_
         moved.back()
     last.write_bytes(last.read_bytes() + b"\0")
     moved.back()
+    assert bits(tensors) == bits(state())
+
+
+def test_async_io_gives_its_locked_buffers_back(tmp_path, deepspeed, monkeypatch):
+    """After success and after every kind of failure: otherwise a few phases use up the host's locked memory."""
+    tensors, moved = state(), small(tmp_path, io="deepspeed")
+    moved.out(tensors)
+    assert FakeHandle.lent == 1 and not FakeHandle.locked
+    damaged = tmp_path / "rank00000" / "000001.0000.bin"
+    good = damaged.read_bytes()
+    damaged.write_bytes(b"?" + good[1:])
+    with pytest.raises(StateOffloadError, match="is damaged"):
+        moved.back()
+    assert FakeHandle.lent == 2 and not FakeHandle.locked
+    damaged.write_bytes(good)
+    moved.back()
+    assert FakeHandle.lent == 3 and not FakeHandle.locked
+    monkeypatch.setattr(FakeHandle, "sync_pwrite", lambda self, piece, path: -1)
+    with pytest.raises(StateOffloadError, match="async_io returned -1"):
+        moved.out(tensors)
+    assert FakeHandle.lent == 4 and not FakeHandle.locked
     assert bits(tensors) == bits(state())
 
 

@@ -53,9 +53,12 @@ def watch(arguments: dict[str, Any], folder: Path) -> None:
     from k3_plugins.transformer.logit_maxima import LogitMaxima
 
     clip, optimizer = RUNTIME.clip, arguments["optimizer"]
-    replay = None
-    if (iterator := arguments["train_data_iterator"]) is not None:  # None on ranks that read no data
-        replay = iterator.iterable = Replay(iterator.iterable)
+    iterators = arguments["train_data_iterator"]
+    replays = []
+    for iterator in iterators if isinstance(iterators, list) else [iterators]:  # one per virtual stage
+        if iterator is not None:  # None on ranks that read no data
+            iterator.iterable = Replay(iterator.iterable)
+            replays.append(iterator.iterable)
 
     def weights():
         return [[rows.parameter.detach().clone() for rows in attention.rows] for attention in clip.attentions]
@@ -77,7 +80,7 @@ def watch(arguments: dict[str, Any], folder: Path) -> None:
 
     def watched_step():
         result = step()
-        if replay is not None:
+        for replay in replays:
             replay.place = 0
         maxima = [] if not clip.attentions else clip.last_maxima.split([a.heads for a in clip.attentions])
         report["steps"].append({"maxima": list(maxima), "weights": weights()})

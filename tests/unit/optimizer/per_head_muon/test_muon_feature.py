@@ -165,3 +165,45 @@ def test_waits_are_taken_on_ranks_without_a_writer(monkeypatch):
     assert not taken
     training._write(4)
     assert taken == [1]
+
+
+def stepped(trained, steps=1, orthogonalised=None, received=None):
+    """What the witness sees of an optimizer with two local matrices, one that moves, and 10 elements per step."""
+    plan = Namespace(local=[1, 2], owned=[3], elements_received=10)
+    return Namespace(
+        work=[Namespace(plan=plan)],
+        trained=trained,
+        steps=steps,
+        orthogonalised=3 * steps if orthogonalised is None else orthogonalised,
+        exchange=Namespace(elements_received=10 * steps if received is None else received),
+    )
+
+
+def test_the_witness_wants_updates_of_every_parameter_by_these_optimizers(monkeypatch):
+    import torch
+
+    from k3_plugins.optimizer.per_head_muon import runtime
+
+    dense, expert, frozen = (torch.nn.Parameter(torch.ones(1), requires_grad=grad) for grad in (True, True, False))
+    model = [Namespace(parameters=lambda: iter([dense, expert, frozen]))]
+
+    def hear(*optimizers):
+        monkeypatch.setattr(runtime, "OPTIMIZERS", list(optimizers))
+        return FEATURE.witness(model, Namespace())
+
+    good = hear(stepped([dense]), stepped([expert], steps=2))
+    assert good.ok and good.summary == "6 matrices owned, 30 elements received"
+    other = torch.nn.Parameter(torch.ones(1))
+    for optimizers, words in (
+        ([], "2 trainable parameters belong to no Per-Head Muon optimizer"),
+        ([stepped([dense])], "1 trainable parameters belong to no"),
+        ([stepped([dense]), stepped([expert], steps=0)], "made no update in the first step"),
+        ([stepped([dense, expert]), stepped([other])], "belongs to another model"),
+        ([stepped([dense, expert], orthogonalised=2)], "1 matrices less than planned were orthogonalised"),
+        ([stepped([dense, expert], received=9)], "10 elements were planned"),
+    ):
+        bad = hear(*optimizers)
+        assert not bad.ok and words in bad.summary, (optimizers, bad)
+    frozen_only = [Namespace(parameters=lambda: iter([frozen]))]
+    monkeypatch.setattr(runtime, "OPTIMIZERS", [])
+    assert FEATURE.witness(frozen_only, Namespace()).ok, "a stage without trainable parameters has no optimizer"

@@ -3,11 +3,15 @@ formula says. Pure planning on one process."""
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, message_size, view
+from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, least_busiest, message_size, view
 from k3_plugins.optimizer.per_head_muon.splits import Split, SplitError, matrices, whole
 
 GROUP = (("q", 4), ("q", 4), ("k", 4), ("v", 4))
@@ -184,6 +188,92 @@ def test_balanced_owners_spread_the_work_that_largest_pieces_pile_up():
 
     assert load("largest-piece") == [6, 0]
     assert load("balanced") == [3, 3]
+
+
+def test_balanced_owners_move_no_more_than_the_balance_needs():
+    """Rank 0 has a large matrix of its own, so that ranks 1 and 2 may take what they hold most of."""
+    found = [[*matrices("big", whole(30), (30, 40), None, 1)[0], *matrices("cut", whole(3), (3, 4), None, 1)[0]]]
+    found[0] += matrices("after", whole(3), (3, 4), None, 1)[0]
+    bounds = [{"big": [0, 1200, 1200, 1200], "cut": [0, 0, 9, 12], "after": [0, 0, 9, 12]}]
+    owners = {a.matrix.parameter: a.owner.data_rank for a in assign(found, bounds, 3)}
+    assert owners == {"big": 0, "cut": 1, "after": 1}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=8),
+    st.integers(1, 5),
+)
+def test_balanced_owners_against_largest_pieces(shapes, ranks):
+    """The busiest rank never has more work than with the other rule; with the same work, no more elements travel."""
+    found, bounds, cursor = [[]], [{}], 0
+    total = math.ceil(sum(rows * columns for rows, columns in shapes) / ranks) * ranks
+    for index, (rows, columns) in enumerate(shapes):
+        found[0] += matrices(f"p{index}", whole(rows), (rows, columns), None, 1)[0]
+        bounds[0][f"p{index}"] = even_bounds(cursor, cursor + rows * columns, 0, total, ranks)
+        cursor += rows * columns
+
+    def measured(rule):
+        assignments = assign(found, bounds, ranks, rule)
+        loads = [0] * ranks
+        for a in assignments:
+            loads[a.owner.data_rank] += a.matrix.cost
+        travelling = sum(view(assignments, Place(0, rank)).elements_received for rank in range(ranks))
+        assert least_busiest(assignments) <= max(loads)
+        return max(loads), travelling
+
+    assert measured("balanced") <= measured("largest-piece")
+
+
+def holders(param_index_map, buckets, params, ranks):
+    """name -> rank of every element, from Megatron's layout alone."""
+    found = {}
+    for name, param in params.items():
+        start, stop, bucket = param_index_map[param]
+        low, high = buckets[bucket]
+        found[name] = (np.arange(start, stop) - low) // ((high - low) // ranks)
+    return found
+
+
+def rank_by_rank(rows_of_matrix, held, owners, ranks):
+    """Elements that each rank receives: pieces of its matrices that others hold, updates of its pieces of theirs."""
+    received = [0] * ranks
+    for key, (name, elements) in rows_of_matrix.items():
+        where, owner = held[name][elements], owners[key]
+        received[owner] += int((where != owner).sum())
+        for rank in set(where.tolist()) - {owner}:
+            received[rank] += int((where == rank).sum())
+    return received
+
+
+@pytest.mark.parametrize("bucket", [None, 30_000])
+@pytest.mark.parametrize("rule", ["balanced", "largest-piece"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 32])
+def test_every_rank_receives_what_megatrons_bucket_layout_says(ranks, rule, bucket):
+    """Rank by rank and element by element, on the layout that Megatron computes for its distributed optimizer."""
+    shapes = {f"{i}.{n}": s for i in range(3) for n, s in (("norm", (24,)), ("qkv", (96, 64)), ("fc", (160, 64)))}
+    params = {name: torch.nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+    layout = DistributedOptimizer._compute_per_buffer_param_layout(
+        list(params.values()), bucket, ranks, DistributedDataParallelConfig(use_distributed_optimizer=True)
+    )
+    held = holders(layout.param_index_map, layout.bucket_indices, params, ranks)
+    found, bounds, elements = [], {}, {}
+    for name, (rows, *columns) in shapes.items():
+        if not columns:
+            continue
+        start, stop, number = layout.param_index_map[params[name]]
+        bounds[name] = even_bounds(start, stop, *layout.bucket_indices[number], ranks)
+        split = Split((("q", 8), ("q", 8), ("k", 8), ("v", 8)), 3, "head") if name.endswith("qkv") else whole(rows)
+        height = 8 if name.endswith("qkv") else rows  # every block of 8 rows is a head of its own
+        for first in range(0, rows, height):
+            elements[name, first] = name, np.arange(first * 64, (first + height) * 64)
+        found += matrices(name, split, (rows, 64), None, 1)[0]
+    assignments = assign([found], [bounds], ranks, rule)
+    owners = {(a.matrix.parameter, a.sources[0].element // 64): a.owner.data_rank for a in assignments}
+    assert owners.keys() == elements.keys()
+    expected = rank_by_rank(elements, held, owners, ranks)
+    assert [view(assignments, Place(0, rank)).elements_received for rank in range(ranks)] == expected
+    own = {key: int((held[name][index] == owners[key]).sum()) for key, (name, index) in elements.items()}
+    assert sum(expected) == 2 * sum(len(index) - own[key] for key, (_, index) in elements.items()) > 0
 
 
 def test_unknown_owner_rule():
