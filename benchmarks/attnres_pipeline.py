@@ -20,6 +20,21 @@ LAYOUTS = [(4, 4, 8), (16, 4, 8), (4, 2, 1), (2, 4, 2), (8, 4, 1)]
 MODES = ("off", "received", "on")
 
 
+def layout(text: str) -> tuple[int, int, int]:
+    """`P,V,N` from the command line.
+
+    Raises:
+        argparse.ArgumentTypeError: unless these are three whole numbers from 1 (P from 2: one rank sends nothing).
+    """
+    numbers = text.split(",")
+    if len(numbers) != 3 or not all(number.strip().isdecimal() and int(number) > 0 for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not P,V,N: three whole numbers from 1, such as 4,4,8")
+    pipeline, virtual, blocks = map(int, numbers)
+    if pipeline < 2:
+        raise argparse.ArgumentTypeError(f"{text!r}: a pipeline has 2 ranks or more")
+    return pipeline, virtual, blocks
+
+
 def plan(pipeline: int, virtual: int, blocks: int, mode: str, block_size: int = 1) -> PipelinePlan:
     """`blocks` whole blocks of `block_size` layers in every chunk."""
     return PipelinePlan(pipeline, (blocks * block_size,) * (pipeline * virtual), block_size, mode)
@@ -100,7 +115,7 @@ def measure(layouts: list[tuple[int, int, int]]) -> list[dict]:
 def main() -> int:
     """See the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", help="P,V,N", type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("layouts", nargs="*", help="P,V,N", type=layout)
     parser.add_argument("--measure", action="store_true", help="also run layouts with P <= 4 and V >= 2 on the CPU")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args()

@@ -23,6 +23,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 HEADS, VOCABULARY = 4, 128
+LARGEST_DIFFERENCE = 0.005
+"""Of the arms' numbers of parameters, relative."""
 
 
 def text_bytes() -> bytes:
@@ -139,7 +141,7 @@ def main() -> int:
     """See the module docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=240, help="optimizer steps of the comparison")
-    lrs = [2e-3, 4e-3, 8e-3, 1.6e-2]
+    lrs = [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]
     parser.add_argument("--lrs", type=float, nargs="+", default=lrs, help="learning rates of the sweep")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--block-size", type=int, default=3, help="layers per block of Attention Residuals")
@@ -168,8 +170,15 @@ def main() -> int:
     size = options.batch_size * (options.seq_length + 1)
     held_out = [rest[i * size : (i + 1) * size].view(options.batch_size, -1) for i in range(6)]
 
+    parameters = {arm: sum(p.numel() for p in build(arm, options, 0).parameters()) for arm in ("standard", "attnres")}
+    difference = abs(parameters["attnres"] / parameters["standard"] - 1)
+    if difference > LARGEST_DIFFERENCE:
+        parser.error(
+            f"the arms would have {parameters} parameters, {difference:.2%} apart; choose a --hidden-size at which"
+            f" whole MLP units bring them within {LARGEST_DIFFERENCE:.1%}"
+        )
     arms = {}
-    for arm in ("standard", "attnres"):
+    for arm in parameters:
         start = time.perf_counter()
         first = {lr: train(arm, options, lr, options.steps, 0, data, held_out) for lr in options.lrs}
         sweep = {lr: curve[-1] for lr, curve in first.items()}
@@ -177,7 +186,7 @@ def main() -> int:
         more = [train(arm, options, best, options.steps, seed, data, held_out) for seed in range(1, options.seeds)]
         runs = [first[best], *more]
         arms[arm] = {
-            "parameters": sum(p.numel() for p in build(arm, options, 0).parameters()),
+            "parameters": parameters[arm],
             "sweep": sweep,
             "lr": best,
             "lr_at_the_edge_of_the_sweep": len(sweep) > 1 and best in (min(sweep), max(sweep)),

@@ -40,6 +40,8 @@ class Activation:
     """Typed config by feature name; filled when Megatron's arguments are parsed."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """What decides the parameters' shapes besides the features; filled at the same time."""
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """How the job is split over ranks and what a step holds; filled at the same time."""
     witnesses: Mapping[str, Witness] = field(default_factory=dict)
     """This rank's witness by feature name; filled after the first training step."""
     abort_channel: AbortChannel | None = None
@@ -67,6 +69,8 @@ class Activation:
         return {
             "features": list(self.names),
             "configs": {name: plain_config(config) for name, config in self.configs.items()},
+            "model": dict(self.model),
+            "layout": dict(self.layout),
             "patches": [
                 f"{patch.id} {patch.kind.value} {patch.target} ({patch.feature})" for patch in self.manager.patches
             ],

@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from k3_plugins.activation import digest
+from k3_plugins.arguments import plain
 from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX
 
 _POSTED = "k3_plugins/activation/rank_{}"
@@ -29,6 +30,30 @@ _ABORT = "k3_plugins/abort/message"
 _HEARD = "k3_plugins/abort/heard"
 _PARTING_SECONDS = 10.0
 """How long a rank that brings bad news waits for the others to have read it."""
+
+
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "micro_batch_size",
+    "global_batch_size",
+    "seq_length",
+    "train_iters",
+    "params_dtype",
+    "use_distributed_optimizer",
+)
+"""Megatron's arguments in which two ranks must not differ: a collective or a message would wait for ever, or be cut."""
+
+
+def layout(args: Any) -> dict[str, Any]:
+    """The fields above, of arguments that Megatron has validated, as JSON values."""
+    return {name: plain(getattr(args, name)) for name in LAYOUT_FIELDS}
 
 
 class Disagreement(Exception):

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from k3_plugins import activation_report, manifest
 from k3_plugins.activation import Activation, current
-from k3_plugins.agreement import AbortChannel, Disagreement, compare, meet
+from k3_plugins.agreement import AbortChannel, Disagreement, compare, layout, meet
 from k3_plugins.arguments import config_from_args, described_model, extend_parser
 from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
@@ -47,8 +47,13 @@ def argument_errors(where: str, kinds: tuple[type[Exception], ...] = (Exception,
     except (FeatureError, PatchError) as error:
         _end(str(error))
     except kinds as error:
-        text = str(error) or f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+        text = str(error) or _wordless(error)
         _end(f"{where} does not accept these arguments: {text} ({place_of(error)}). Change the flags named there.")
+
+
+def _wordless(error: Exception) -> str:
+    """An exception without a text, such as a bare assertion: the line that raised it."""
+    return f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
 
 
 def _end(message: str, code: int = 2) -> NoReturn:
@@ -92,6 +97,7 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(args, defaults or {})
         with argument_errors("k3_plugins", ()):
             activation.model = manifest.model_sizes(args)
+            activation.layout = layout(args)
             manifest.check_model(args, activation)
         if args.rank == 0:
             for note in notes:
@@ -206,7 +212,7 @@ def _check_data() -> None:
 
 def _end_set_up(activation: Activation, error: Exception) -> None:
     """Tell the other ranks about a failure that may be this rank's alone. Returns if it is no argument error."""
-    text = f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}" if str(error) else _wordless(error)
     if isinstance(error, (FeatureError, PatchError)):
         _end(str(error))
     if isinstance(error, (AssertionError, ValueError)):

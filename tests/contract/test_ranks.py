@@ -109,6 +109,21 @@ def test_ranks_with_different_patches_all_end(tmp_path):
     both_exit_with(ranks, "do not run the same thing", "toy.extra")
 
 
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        ("--hidden-size 64", "model.hidden_size is 64, not 32"),
+        ("--tensor-model-parallel-size 1", "layout.tensor_model_parallel_size is 1, not 2"),
+        ("--attn-res-block-size 2", "configs.attnres.attn_res_block_size is 2, not 1"),
+        ("--k3-plugins toy", "features is ['attnres', 'toy'], not ['attnres']"),
+    ],
+)
+def test_ranks_with_other_sizes_or_features_all_end(words, difference, tmp_path):
+    flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-plugins", "attnres", "--attn-res-block-size", "1"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_WORDS_1=words)
+    both_exit_with(ranks, "do not run the same thing", difference, "Start every rank with the same command line")
+
+
 def test_a_rank_without_plug_ins_ends_the_job_in_bounded_time(tmp_path):
     flags = [*TINY_GPT, "--tensor-model-parallel-size", "2", "--k3-platform", "cpu", "--k3-check-timeout", "3"]
     ranks = run_ranks(DOOR, [*flags, "--k3-plugins", "toy"], tmp_path, nprocs=2, TOY_WITHOUT="1")

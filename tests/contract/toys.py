@@ -113,11 +113,15 @@ def run_ranks(
 
 
 def rank_main(target: str, arguments: list[str]) -> None:
-    """What a rank of :func:`run_ranks` executes. TOY_WITHOUT names a rank that is started without the plug-ins."""
+    """What a rank of :func:`run_ranks` executes.
+
+    TOY_WITHOUT names a rank that is started without the plug-ins; TOY_WORDS_1 holds more words for rank 1 alone.
+    """
     from tests.harness.launch import run_target
 
     sys.path.insert(1, str(TOYS))  # the launch door replaces entry 0
     if os.environ.get("TOY_WITHOUT") == os.environ["RANK"]:
         position = arguments.index("--k3-plugins")
         arguments = [a for i, a in enumerate(arguments) if i not in (position, position + 1)]
+    arguments = [*arguments, *os.environ.get(f"TOY_WORDS_{os.environ['RANK']}", "").split()]
     run_target(target, arguments, None, False)

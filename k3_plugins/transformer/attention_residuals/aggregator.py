@@ -4,6 +4,7 @@ Shapes: S sources, s sequence, b batch, T = s*b tokens, d hidden size.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -51,6 +52,15 @@ class AttentionResidual(MegatronModule):
         self.query.zero_()
         self.key_norm_weight.fill_(1.0)
         self.source_weights.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
+        """Keep the statistics in fp32 when the model is cast (`Float16Module` casts buffers too)."""
+        exact = self.source_weights
+        super()._apply(fn, recurse)
+        if self.source_weights.dtype != exact.dtype:
+            device = self.source_weights.device
+            self.source_weights = exact.to(device) if not exact.is_meta else torch.empty_like(exact, device=device)
+        return self
 
     @torch.no_grad()
     def scaled_query(self) -> Tensor:

@@ -9,8 +9,12 @@ class AttentionResidualsConfig:
     """Block Attention Residuals (arXiv 2603.15031)."""
 
     attn_res_block_size: int = 12
-    """Transformer layers in a block of Attention Residuals. The paper and other implementations count sublayers
-    (attention and MLP separately): their number is twice this one. The last block may be shorter."""
+    """Transformer layers in a block of Attention Residuals; the last block may be shorter. This is also what
+    `attn_res_block_size` in a Hugging Face config counts."""
+
+    attn_res_block_sublayers: int | None = field(default=None, metadata={"changes_parameters": False})
+    """The same size counted in sublayers (attention and MLP separately), as the paper and other implementations do:
+    twice the number of layers. It takes the place of --attn-res-block-size and of a preset's block size."""
 
     attn_res_two_phase: Literal["auto", "on", "off"] = field(
         default="auto", metadata={"changes_parameters": False}
@@ -32,16 +36,22 @@ class AttentionResidualsConfig:
     blocks."""
 
 
+    def __post_init__(self) -> None:
+        if self.attn_res_block_sublayers is not None:
+            layers = block_size_from_sublayers(self.attn_res_block_sublayers)
+            object.__setattr__(self, "attn_res_block_size", layers)
+
+
 def block_size_from_sublayers(sublayers: int) -> int:
-    """Convert a block size counted in sublayers (paper, fla, Hugging Face configs that say so) to transformer layers.
+    """Convert a block size counted in sublayers (the paper, fla) to transformer layers.
 
     Raises:
         ValueError: for an odd or non-positive number, which no whole number of layers equals.
     """
     if sublayers <= 0 or sublayers % 2:
         raise ValueError(
-            f"a block of {sublayers} sublayers is no whole number of transformer layers; --attn-res-block-size counts"
-            " layers of two sublayers each"
+            f"--attn-res-block-sublayers {sublayers} is no whole number of transformer layers of two sublayers each;"
+            " give an even number from 2, or --attn-res-block-size in layers"
         )
     return sublayers // 2
 

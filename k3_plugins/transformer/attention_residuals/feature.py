@@ -84,6 +84,8 @@ class AttentionResiduals:
             raise FeatureError(
                 f"--attn-res-block-size {config.attn_res_block_size} must be at least 1 (transformer layers in a block)"
             )
+        # for everything that reads Megatron's arguments: their size is the one in use, whichever flag gave it
+        args.attn_res_block_size = config.attn_res_block_size
         for problem in _conflicting_flags(args, config):
             raise FeatureError(problem)
 
@@ -91,7 +93,8 @@ class AttentionResiduals:
         """The evaluation of a block's queries."""
         mode = config.attn_res_two_phase
         if mode == "auto":
-            return [Backend("single-pass or two-phase", True, "the faster one, timed at the first step and logged")]
+            why = "timed at the first step and logged; single-pass under --deterministic-mode"
+            return [Backend("single-pass or two-phase", True, why)]
         why = f"--attn-res-two-phase {mode}"
         return [Backend("single-pass", mode == "off", why), Backend("two-phase", mode == "on", why)]
 

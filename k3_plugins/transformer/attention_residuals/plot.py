@@ -15,6 +15,8 @@ import os
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _LAYER = re.compile(r"(?:.*\.)?decoder\.layers\.(?:(\d+)\.)?(self_attention_res|mlp_res)\.source_weights")
@@ -26,11 +28,14 @@ def iteration_directory(checkpoint: Path) -> Path:
 
     Raises:
         FileNotFoundError: if there is no torch_dist checkpoint.
+        ValueError: for a tracker file that names no iteration.
     """
     tracker = checkpoint / "latest_checkpointed_iteration.txt"
     directory = checkpoint
     if tracker.is_file():
-        latest = tracker.read_text().strip()
+        latest = tracker.read_text(errors="replace").strip()
+        if latest != "release" and not latest.isdecimal():
+            raise ValueError(f"{tracker} holds {latest[:40]!r} instead of an iteration; give one iteration's directory")
         directory = checkpoint / (latest if latest == "release" else f"iter_{int(latest):07d}")
     if not (directory / ".metadata").is_file():
         raise FileNotFoundError(
@@ -40,25 +45,41 @@ def iteration_directory(checkpoint: Path) -> Path:
     return directory
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """A pickle or archive that is cut short or damaged raises nearly any exception, and each is a bad file here."""
+    from torch.distributed.checkpoint.api import CheckpointException  # a BaseException, with the causes by rank
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        text = "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
+        raise ValueError(f"{path} cannot be read, is it damaged or incomplete? ({text})") from error
+
+
 def read_source_weights(directory: Path) -> list[tuple[str, list[float]]]:
     """(row label, weights [max_sources]) of every aggregation, in the order in which they run.
 
     Raises:
-        ValueError: if the checkpoint's model has no Attention Residuals.
+        ValueError: if the checkpoint's model has no Attention Residuals, or the files are damaged.
     """
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     reader = FileSystemReader(str(directory))
+    with _readable(directory / ".metadata"):
+        entries = reader.read_metadata().state_dict_metadata
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in reader.read_metadata().state_dict_metadata.items()
+        for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata) and (_LAYER.fullmatch(key) or _OUTPUT.fullmatch(key))
     }
     if not tensors:
         raise ValueError(f"{directory} holds no source weights: was the model trained with attnres in --k3-plugins?")
-    load(tensors, storage_reader=reader, no_dist=True)
+    with _readable(directory):
+        load(tensors, storage_reader=reader, no_dist=True)
     rows: dict[tuple[int, int], tuple[str, list[float]]] = {}
     for key, value in tensors.items():
         match = _LAYER.fullmatch(key)

@@ -11,8 +11,10 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from k3_plugins.pipeline_parallel.attnres_payload.schedule import PipelinePayload, Signature, Stage
 from k3_plugins.transformer.attention_residuals.aggregator import AttentionResidual
+from k3_plugins.transformer.attention_residuals.bank import ResidualBank
 from k3_plugins.transformer.attention_residuals.block import AttentionResidualBlock
 from k3_plugins.transformer.attention_residuals.config import num_blocks
+from k3_plugins.transformer.attention_residuals.mtp import AttentionResidualMTPLayer
 from k3_plugins.transformer.attention_residuals.ops.two_phase import TwoPhaseChoice, measure_two_phase
 
 
@@ -28,6 +30,14 @@ def aggregations(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Atten
         for name, module in unwrap_model(chunk).named_modules():
             if isinstance(module, AttentionResidual):
                 yield name, module
+
+
+def banks(chunks: Sequence[torch.nn.Module]) -> Iterator[ResidualBank]:
+    """The bank of every stack of layers on this rank: the decoders' and the MTP depths'."""
+    for chunk in chunks:
+        for module in unwrap_model(chunk).modules():
+            if isinstance(module, (AttentionResidualBlock, AttentionResidualMTPLayer)):
+                yield module.residual_bank
 
 
 class Runtime:
@@ -70,9 +80,10 @@ class Runtime:
             return
         if self.two_phase is None:
             self.two_phase = self._choose(blocks[0], call)
-        for block in blocks:
-            block.residual_bank.two_phase = self.two_phase
-            if not call.get("forward_only"):
+        for bank in banks(chunks):
+            bank.two_phase = self.two_phase
+        if not call.get("forward_only"):
+            for block in blocks:
                 block.request_measurement()
         self._chunks = chunks
 
@@ -119,7 +130,6 @@ class Runtime:
             total[0], total[1] = torch.stack(values).float().sum(), len(values)
         torch.distributed.all_reduce(total)
         return (total[0] / total[1]).item() if total[1] > 0 else None
-
 
     def publish_source_weights(self) -> None:
         """Average `measured` over all ranks that hold the same layers, into the buffers that a checkpoint saves."""

@@ -8,6 +8,7 @@ import hashlib
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.transformer import TransformerConfig, transformer_block
 
 from k3_plugins.models.kimi_k3.layer_specs import block_spec
@@ -16,7 +17,7 @@ from k3_plugins.transformer.attention_residuals.block import install
 from k3_plugins.transformer.attention_residuals.config import AttentionResidualsConfig
 from k3_plugins.transformer.attention_residuals.recompute import wrap_checkpointed_forward
 from k3_plugins.transformer.attention_residuals.runtime import Runtime
-from k3_plugins.transformer.attention_residuals.spec import wrap_block_spec
+from k3_plugins.transformer.attention_residuals.spec import wrap_block_spec, wrap_mtp_spec
 
 HIDDEN, VOCABULARY, SEQUENCE = 16, 24, 6
 
@@ -38,6 +39,7 @@ class Case:
     two_phase: str = "off"
     recompute: bool = False
     layout: str | None = None
+    mtp: int | None = None
 
     def __str__(self) -> str:
         changed = {
@@ -81,6 +83,7 @@ def build(case: Case, **flags: str) -> list[GPTModel]:
         num_layers_in_last_pipeline_stage=case.last_stage_layers,
         pipeline_model_parallel_layout=case.layout,
         microbatch_group_size_per_vp_stage=max(case.pipeline, 1),
+        mtp_num_layers=case.mtp,
         deallocate_pipeline_outputs=True,
         overlap_p2p_comm=overlap,
         overlap_p2p_comm_warmup_flush=case.flush,
@@ -96,9 +99,12 @@ def build(case: Case, **flags: str) -> list[GPTModel]:
         vp_stage = stage if case.virtual else None
         pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+        spec = block_spec(config, vp_stage, kda=None, mla=None)
+        depths = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
         chunk = GPTModel(
             config=config,
-            transformer_layer_spec=wrap_block_spec(block_spec(config, vp_stage, kda=None, mla=None), residuals),
+            transformer_layer_spec=wrap_block_spec(spec, residuals),
+            mtp_block_spec=wrap_mtp_spec(depths, residuals),
             vocab_size=VOCABULARY,
             max_sequence_length=SEQUENCE,
             pre_process=pre,

@@ -48,6 +48,44 @@ def test_ranks_that_differ_are_told_so_before_the_first_step():
         assert "aggregated in 2 stages" in texts["two outputs"] and "8 of 9 layers" in texts["too few layers"]
 
 
+def choices(rank, world_size):
+    """--attn-res-two-phase auto where every rank would measure something else, and under --deterministic-mode."""
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+    from k3_plugins.transformer.attention_residuals import runtime
+    from k3_plugins.transformer.attention_residuals.ops.two_phase import TwoPhaseChoice
+    from tests.distributed.pipeline_parallel.attnres import models
+
+    calls = []
+
+    def measure(**sizes):
+        calls.append(sizes)
+        return TwoPhaseChoice(enabled=rank == 0, single_pass_ms=2.0, two_phase_ms=1.0)
+
+    runtime.measure_two_phase = measure
+    case = models.Case(pipeline=2, virtual=None, layers=8, block=3, two_phase="auto")
+    report = []
+    for deterministic in (False, True):
+        chunks = models.build(case)
+        chunks[0].config.deterministic_mode = deterministic
+        own = runtime.Runtime()
+        schedule = own.pipeline.wrap(get_forward_backward_func)()
+        losses = [models.run_schedule(schedule, chunks, case) for _ in range(2)]
+        assert losses[0] == losses[1]
+        report.append((own.two_phase, [bank.two_phase for bank in runtime.banks(chunks)], losses[0]))
+    return report, calls
+
+
+def test_all_ranks_take_the_evaluation_that_rank_0_measured_to_be_faster():
+    (first, calls), (second, none) = spawn(choices, 2, timeout=600)
+    assert [entry[:2] for entry in first] == [entry[:2] for entry in second] == [(True, [True]), (False, [False])]
+    # both evaluations are exact: fp64 rounding only
+    assert second[0][2] == pytest.approx(second[1][2], rel=1e-13)
+    assert none == [] and len(calls) == 1, "one benchmark in a job, on rank 0, and none in deterministic mode"
+    sizes = {"num_queries": 6, "num_sources": 2, "num_tokens": 12, "hidden_size": 16}
+    assert {name: calls[0][name] for name in sizes} == sizes
+
+
 def without_deposits(rank, world_size):
     """Break the cache: the comparison with one process must notice lost deposits and forgotten entries."""
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -117,6 +155,19 @@ def test_a_message_that_is_not_the_expected_one_is_refused(broken):
     with pytest.raises(PayloadError, match="it expected") as error:
         unpack(other, message, rows[0].shape)
     assert "output of chunk 3, micro-batch 5, width 8, blocks [0, 2, 3]" in str(error.value)
+    # the same on the way back: the receiver labels the gradients, the sender compares
+    for told, fails in ((envelope.gradient, False), (dataclasses.replace(label, microbatch=6), True)):
+        leaves = [row.float().requires_grad_() for row in rows]
+        sent = pack(envelope, leaves)
+        arrived = sent.detach().requires_grad_()
+        received = unpack(dataclasses.replace(envelope, gradient=told), arrived, leaves[0].shape)
+        sum((row * (index + 1)).sum() for index, row in enumerate(received)).backward()
+        if fails:
+            with pytest.raises(PayloadError, match=r"it expected\s+gradient of chunk 3, micro-batch 5"):
+                sent.backward(arrived.grad)
+        else:
+            sent.backward(arrived.grad)
+            assert [leaf.grad.unique().tolist() for leaf in leaves] == [[1.0], [2.0], [3.0]]
     with pytest.raises(PayloadError, match="received .* elements, expected"):
         unpack(envelope, message[:-1], rows[0].shape)
     with pytest.raises(PayloadError, match="cannot be sent"):

@@ -1,4 +1,7 @@
-"""Residual payloads through Megatron's own schedules, in fp64: loss, every gradient, traffic and leftovers."""
+"""Residual payloads through Megatron's own schedules, in fp64: loss, every gradient and traffic.
+
+A step that leaves an entry in the cache ends with an error (shown in test_attnres_faults.py), so none of these does.
+"""
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ TWO = [
     dict(pipeline=2, virtual=2, layers=8, block=1, overlap=True),
     dict(pipeline=2, virtual=2, layers=12, block=3, flush=True, two_phase="on"),
     dict(pipeline=2, virtual=4, layers=8, block=3, overlap=True),
+    dict(pipeline=2, virtual=4, layers=8, block=1, overlap=True),
     dict(pipeline=2, virtual=4, layers=8, block=2, cache="off", overlap=True),
     dict(pipeline=2, virtual=4, layers=8, block=4, microbatches=6, flush=True),
     dict(pipeline=2, virtual=None, layers=9, block=2, first_stage_layers=3, last_stage_layers=6),
@@ -24,6 +28,7 @@ TWO = [
 ]
 FOUR = [
     dict(pipeline=4, virtual=None, layers=8, block=3, microbatches=6),
+    dict(pipeline=4, virtual=None, layers=8, block=2),
     dict(pipeline=4, virtual=2, layers=8, block=3, microbatches=8),
     dict(pipeline=4, virtual=2, layers=8, block=1, microbatches=8, flush=True),
     dict(pipeline=4, virtual=None, layers=10, block=4, first_stage_layers=1, last_stage_layers=3),
@@ -69,7 +74,6 @@ def sweep(rank, world_size, cases):
             f"{direction} {hop}": (machinery.traffic.messages[direction, hop], size)
             for (direction, hop), size in machinery.traffic.bytes.items()
         }
-        left = machinery.cached_entries
         with torch.no_grad():
             got_evaluation = models.run_schedule(schedule, chunks, case, batch=3, forward_only=True)
         repeat = models.run_schedule(schedule, chunks, case)
@@ -83,7 +87,6 @@ def sweep(rank, world_size, cases):
                 "parameters": len(errors),
                 "expected": len(gradients),
                 "traffic": traffic,
-                "left": (left, machinery.cached_entries),
                 "rows": machinery.plan.rows_per_hop(),
             }
         )
@@ -108,7 +111,6 @@ def test_every_layout_equals_one_process(nprocs):
             assert not report["missing"], f"{words}, rank {rank}: no gradient for {report['missing']}"
             name, error = report["worst"]
             assert error <= EXACT, f"{words}, rank {rank}: gradient of {name} differs by {error:.1e}"
-            assert report["left"] == (0, 0)
         # every hop carries exactly the planned rows, once per micro-batch and direction
         sent = {}
         for report in reports:

@@ -83,10 +83,51 @@ def compare_with_literal(rank, world_size):
                 if name.endswith("_res.query"):
                     parameter.zero_()
         model.eval()
-        model.decoder.residual_bank.measure = True
         with torch.no_grad():
             difference = (model(ids, positions, None) - literal_forward(model, ids, block)).abs().max().item()
         report[f"{block} zero query"] = (difference, 0.0)
+    return report
+
+
+def compare_depth_with_literal():
+    """An MTP depth: its projected input is the embedding, one layer, one more query before its norm."""
+    import torch
+
+    from k3_plugins.transformer.attention_residuals.ops import naive
+    from tests.distributed.pipeline_parallel.attnres import models
+
+    report = {}
+    for two_phase in (False, True):
+        (model,) = models.build(models.Case(pipeline=1, virtual=None, layers=3, block=2, mtp=1))
+        (depth,) = model.mtp.layers
+        depth.residual_bank.two_phase = two_phase
+        layer, eps = depth.mtp_model_layer, model.config.layernorm_epsilon
+        rotary = model.rotary_pos_emb(models.SEQUENCE)
+        inputs = [torch.randn(models.SEQUENCE, 2, 16, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        cotangent = torch.randn_like(inputs[0])
+
+        def literal(inputs, depth=depth, layer=layer, eps=eps, rotary=rotary):
+            embedding = depth._concat_embeddings(*inputs)
+            res = layer.self_attention_res
+            hidden, _ = naive.aggregate(res.query, res.key_norm_weight, [embedding], eps)
+            partial, _ = attend(layer, rotary, layer.input_layernorm(hidden))
+            res = layer.mlp_res
+            hidden, _ = naive.aggregate(res.query, res.key_norm_weight, [embedding, partial], eps)
+            partial = partial + layer.mlp(layer.pre_mlp_layernorm(hidden))[0]
+            res = depth.output_res
+            hidden, _ = naive.aggregate(res.query, res.key_norm_weight, [embedding, partial], eps)
+            return depth.final_layernorm(hidden)
+
+        wanted = [*depth.parameters(), *inputs]
+        output = depth._proj_and_transformer_layer(*inputs, rotary_pos_emb=rotary)
+        gradients = torch.autograd.grad(output, wanted, cotangent)
+        expected = literal(inputs)
+        reference = torch.autograd.grad(expected, wanted, cotangent)
+        worst = max(
+            ((g - r).abs().max() / r.abs().max().clamp(min=1e-6)).item()
+            for g, r in zip(gradients, reference, strict=True)
+        )
+        report[f"MTP depth, two phases {two_phase}"] = ((output - expected).abs().max().item(), worst)
     return report
 
 
@@ -119,7 +160,7 @@ def decay_and_tags():
 
 
 def everything(rank, world_size):
-    return compare_with_literal(rank, world_size), *decay_and_tags()
+    return {**compare_with_literal(rank, world_size), **compare_depth_with_literal()}, *decay_and_tags()
 
 
 def test_model_equals_the_literal_equations_and_its_parameters_are_marked():
@@ -134,7 +175,7 @@ def test_model_equals_the_literal_equations_and_its_parameters_are_marked():
     assert tags == {on: {"query": on, "key_norm_weight": on} for on in (False, True)}
 
 
-def saved_bytes(rank, world_size, block):
+def saved_bytes(rank, world_size, block, two_phase):
     """Bytes of the distinct storages that autograd holds after the forward, with and without Attention Residuals."""
     import torch
     from megatron.core.models.gpt import GPTModel
@@ -156,8 +197,9 @@ def saved_bytes(rank, world_size, block):
 
     result = {}
     for layers in (4, 6):
-        case = models.Case(pipeline=1, virtual=None, layers=layers, block=block)
+        case = models.Case(pipeline=1, virtual=None, layers=layers, block=block, two_phase=two_phase)
         (with_residuals,) = models.build(case)
+        with_residuals.decoder.residual_bank.two_phase = two_phase == "on"
         config = with_residuals.config
         standard = GPTModel(
             config=config,
@@ -172,11 +214,11 @@ def saved_bytes(rank, world_size, block):
     return result
 
 
-@pytest.mark.parametrize("block", [1, 2, 4])
-def test_saved_activations_are_those_of_a_standard_layer_plus_the_scalars(block):
+@pytest.mark.parametrize(("block", "two_phase"), [(1, "off"), (2, "off"), (4, "off"), (2, "on")])
+def test_saved_activations_are_those_of_a_standard_layer_plus_the_scalars(block, two_phase):
     from k3_plugins.transformer.attention_residuals.config import num_blocks, sources_per_sublayer
 
-    (result,) = spawn(saved_bytes, 1, block, timeout=600)
+    (result,) = spawn(saved_bytes, 1, block, two_phase, timeout=600)
     tokens, width, item = 2 * 6, 16, 8
     for layers in (4, 6):
         scalars = sum(map(sum, sources_per_sublayer(layers, block))) + num_blocks(layers, block) + 1

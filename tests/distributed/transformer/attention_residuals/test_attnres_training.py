@@ -4,6 +4,8 @@ The fp64 sweep over schedules stands in tests/distributed/pipeline_parallel/attn
 tensor and sequence parallelism, DDP, the optimizer, checkpoints, metrics.
 """
 
+import re
+
 import pytest
 
 from tests.harness import gradients, losses
@@ -28,16 +30,25 @@ DENSE = """--k3-platform cpu --no-rope-fusion --normalization RMSNorm --swiglu -
 
 VPP = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
+PP4 = "--pipeline-model-parallel-size 4"
+TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
 LAYOUTS = {
+    "PP 2": pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
     # selective recomputation of the norms starts from inputs that were freed and rebuilt
     "PP 4, selective recompute": (
         4,
-        "--pipeline-model-parallel-size 4 --recompute-granularity selective --recompute-modules layernorm mlp",
+        f"{PP4} --recompute-granularity selective --recompute-modules layernorm mlp",
     ),
     "PP 2 VPP 2, full recompute": (2, f"{VPP} 2 {FULL} --attn-res-two-phase on"),
+    "PP 2, full recompute of the first layers of a stage": pytest.param(
+        2,
+        "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block"
+        " --recompute-num-layers 3",
+        marks=pytest.mark.slow,
+    ),
     "PP 2 VPP 4 DP 2, distributed optimizer": (4, f"{VPP} 1 --use-distributed-optimizer"),
     # Megatron trains MoE layers under tensor parallelism with sequence parallelism only
-    "TP 2 SP PP 2": (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    "TP 2 SP PP 2": (4, TP2_PP2),
     "CP 2": (2, "--context-parallel-size 2"),
     "PP 2 CP 2": pytest.param(
         4, "--pipeline-model-parallel-size 2 --context-parallel-size 2", marks=pytest.mark.slow
@@ -113,8 +124,25 @@ def test_twenty_steps_twice_with_metric_heat_map_and_a_checkpoint_of_another_lay
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nprocs", "words"),
+    [(2, "--pipeline-model-parallel-size 2"), (4, PP4), (2, f"{VPP} 1"), (4, TP2_PP2)],
+    ids=["PP 2", "PP 4", "PP 2 VPP 4", "TP 2 SP PP 2"],
+)
+def test_twenty_steps_twice_are_identical(nprocs, words, k3, tmp_path):
+    start, _ = k3
+    runs = []
+    for name in ("first", "second"):
+        run = launch(
+            DOOR, flags(K3, words, start, "--train-iters 20"), nprocs=nprocs, timeout=600, records=tmp_path / name
+        )
+        runs.append(losses.read(run.records))
+    assert len(runs[0]) == 20 and losses.first_difference(runs[1], runs[0]) is None
+
+
 def assert_metric(directory):
-    """`k3/attnres-entropy` is there for every step, and is 1 where all sources count equally."""
+    """`k3/attnres-entropy` is there for every step; between 0 and 1, its largest value (all sources count equally)."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory))
@@ -127,11 +155,16 @@ def assert_metric(directory):
 def test_plain_attention_mtp_and_bf16(tmp_path):
     """Plain attention with an MTP depth over TP 2 x PP 2, and the same model in bf16 with selective recomputation."""
     model = DENSE.split()
-    mtp = "--mtp-num-layers 1 --num-layers 4 --position-embedding-type rope"
+    mtp = "--mtp-num-layers 1 --position-embedding-type rope"
     start = initial_checkpoint(tmp_path / "fp32", PLAIN, mtp, model=model)
     one = train(tmp_path / "one", 1, PLAIN, mtp, start, model=model)
-    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"  # without sequence parallelism
-    run = train(tmp_path / "pp", 4, PLAIN, mtp, start, layout, model=model)
+    # without sequence parallelism; blocks of 2 divide the stages of 4 layers; the MTP depth in two phases as well
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --attn-res-two-phase on"
+    run = train(tmp_path / "tp_pp", 4, PLAIN, mtp, start, layout, model=model)
+    assert_equal(run, one)
+    # the decoder ends on the first stage: the hop behind it carries its output alone, to the MTP depth
+    behind = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttttttt|mL"
+    run = train(tmp_path / "pp", 2, PLAIN, mtp, start, behind, model=model)
     assert_equal(run, one)
 
     low = f"--bf16 {start} --recompute-granularity selective --recompute-modules core_attn mlp layernorm"
@@ -139,6 +172,20 @@ def test_plain_attention_mtp_and_bf16(tmp_path):
     run = train(tmp_path / "pp16", 2, PLAIN, mtp, low, "--pipeline-model-parallel-size 2", model=model)
     # the same bf16 operations in the same order; only sums of bf16 gradients of the blocks are split differently
     assert losses.relative_difference(losses.read(run), losses.read(one)) <= 2e-3
+
+
+def test_the_choice_of_auto_is_logged_once_and_is_the_one_that_runs(k3):
+    """Also: a block of 6 sublayers is the checkpoint's block of 3 layers, one of 4 is not."""
+    start, _ = k3
+    words = f"{TP2_PP2} {start} --train-iters 1 --lr-warmup-iters 0 --attn-res-two-phase auto --attn-res-block-size 5"
+    result = launch(DOOR, flags(K3, words, "--attn-res-block-sublayers 6"), nprocs=4, timeout=600)
+    log = "".join(result.logs)
+    (choice,) = re.findall(r"attention residuals: evaluation (\S+) \(one block of layers: single pass", log)
+    witnesses = re.findall(r"witness attnres: .*", log)
+    assert witnesses and all(f" sources, {choice}" in line for line in witnesses), witnesses
+
+    result = launch(DOOR, flags(K3, words, "--attn-res-block-sublayers 4"), nprocs=4, timeout=600, check=False)
+    assert result.rc == 2 and "--attn-res-block-size 3" in result.logs[0], result.tail()
 
 
 @pytest.mark.parametrize(
