@@ -96,6 +96,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "gradients of two model chunks on the device, sharded gradients of all chunks in host memory",
         "k3_plugins/distributed/pipeline_zero2",
     ),
+    FeatureEntry(
+        "mxfp4-qat",
+        "k3_plugins.post_training.mxfp4_qat.feature",
+        "quantization-aware training of routed experts: MXFP4 weights, MXFP8 inputs",
+        "k3_plugins/post_training/mxfp4_qat",
+    ),
 )
 
 

@@ -2,8 +2,8 @@
 
 ``k3_manifest.json`` lies in the iteration folder. It is written after the data and before Megatron moves the tracker
 file on, so no checkpoint that the tracker names is ever without it. Features that change the parameters, and their
-config fields (unless a field's metadata says ``changes_parameters: False``), must be the same on loading; anything
-else may be toggled.
+config fields (unless a field's metadata says ``changes_parameters: False``), must be the same on loading; one that
+``may_join`` may also be new. Anything else may be toggled.
 
 This module imports neither torch nor megatron.
 """
@@ -271,12 +271,16 @@ def compare(found: Found, activation: Activation) -> list[str]:
     """Compare a checkpoint's features with the active ones; see :func:`check_load`."""
     changing = {feature.name: feature for feature in activation.features if feature.changes_parameters}
     if found.manifest is None:
+        joining = [name for name, feature in changing.items() if may_join(feature)]
+        changing = {name: feature for name, feature in changing.items() if name not in joining}
         if changing:
             raise FeatureError(
                 f"checkpoint {found.folder} was saved without k3_plugins (it has no {FILE_NAME}), and "
                 f"{', '.join(changing)} change{'s' if len(changing) == 1 else ''} the parameters. Load it without "
                 "--k3-plugins, or train a new model without --load"
             )
+        if joining:
+            return [_joined(found, joining)]
         return [f"checkpoint {found.folder} was saved without k3_plugins; the active features do not change parameters"]
     saved = found.manifest["features"]
     saved_changing = {name: entry for name, entry in saved.items() if entry["changes_parameters"]}
@@ -287,8 +291,19 @@ def compare(found: Found, activation: Activation) -> list[str]:
         raise FeatureError(
             f"checkpoint {found.folder} does not fit the active features:\n{listing}\nTo load it, use:\n  {flags}"
         )
-    toggled = sorted(set(saved) ^ set(activation.names))
-    return [f"checkpoint {found.folder}: {name} was toggled since; parameters are unaffected" for name in toggled]
+    joining = [name for name in changing if name not in saved]
+    toggled = sorted((set(saved) ^ set(activation.names)) - set(joining))
+    notes = [f"checkpoint {found.folder}: {name} was toggled since; parameters are unaffected" for name in toggled]
+    return notes + ([_joined(found, joining)] if joining else [])
+
+
+def may_join(feature: Feature) -> bool:
+    """Whether a checkpoint that was saved without the feature may be loaded with it."""
+    return getattr(feature, "may_join", False)
+
+
+def _joined(found: Found, names: Sequence[str]) -> str:
+    return f"checkpoint {found.folder} was saved without {', '.join(names)}, which begins with this run"
 
 
 def _check_optimizer(found: Found, active: Sequence[str]) -> None:
@@ -335,7 +350,11 @@ def _model_flag(name: str, value: Any) -> list[str]:
 
 def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation: Activation) -> list[str]:
     faults = [f"it was saved with feature {name!r}, which is off" for name in saved if name not in active]
-    faults += [f"it was saved without feature {name!r}, which is on" for name in active if name not in saved]
+    faults += [
+        f"it was saved without feature {name!r}, which is on"
+        for name, feature in active.items()
+        if name not in saved and not may_join(feature)
+    ]
     for name in saved.keys() & active.keys():
         config = activation.configs.get(name)
         now = {field: plain(getattr(config, field)) for field in parameter_fields(active[name])}
@@ -349,8 +368,8 @@ def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation:
 
 
 def _flags_to_use(saved: Mapping[str, Any], saved_changing: Mapping[str, Any], activation: Activation) -> list[str]:
-    """The checkpoint's features that matter, plus the active ones that do not, in feature order."""
-    harmless = [feature.name for feature in activation.features if not feature.changes_parameters]
+    """The checkpoint's features that matter, plus the active ones that do not or that may join, in feature order."""
+    harmless = [f.name for f in activation.features if not f.changes_parameters or may_join(f)]
     names = [*saved_changing, *(name for name in harmless if name not in saved_changing)]
     flags = ["--k3-plugins", ",".join(names)] if names else ["(no --k3-plugins)"]
     for entry in saved_changing.values():

@@ -52,6 +52,12 @@ PACKAGES = (
     ),
     OptionalPackage("emerging_optimizers", "pip install emerging-optimizers==0.3.0", "Newton-Schulz for Per-Head Muon"),
     OptionalPackage("numba", "pip install numba==0.68.1", "compiled host planner of MoonEP"),
+    OptionalPackage(
+        "modelopt.torch.quantization",
+        # The last two are needs that nvidia-modelopt does not declare.
+        "pip install nvidia-modelopt==0.47.0 requests==2.34.2 huggingface-hub==2.4.0",
+        "quantization-aware training",
+    ),
     OptionalPackage("pybind11", "pip install pybind11==3.1.0", "data-set helpers of a Megatron-LM checkout"),
     OptionalPackage("transformers", "pip install transformers==5.24.0", "Hugging Face tokenizers and checkpoints"),
     OptionalPackage("sentencepiece", "pip install sentencepiece==0.2.3", "SentencePiece tokenizers"),

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ class Loaded:
     """The folder it was read from."""
 
 
-def load(folder: Path, step: int | None = None, platform: str | None = None, door: str = "") -> Loaded:
+def load(
+    folder: Path, step: int | None = None, platform: str | None = None, door: str = "", also: Sequence[str] = ()
+) -> Loaded:
     """Build and fill the model of a checkpoint that was saved under any parallel layout.
 
     Args:
@@ -58,6 +61,7 @@ def load(folder: Path, step: int | None = None, platform: str | None = None, doo
         step: iteration; the latest if None.
         platform: ``cpu``, ``cuda`` or None to choose.
         door: for messages.
+        also: features that may join a checkpoint which does not name them (mxfp4-qat on imported weights).
 
     Raises:
         ConversionError: no checkpoint, or one saved without the plug-in or in another format.
@@ -69,7 +73,7 @@ def load(folder: Path, step: int | None = None, platform: str | None = None, doo
     if found.manifest is None:
         raise FeatureError(f"{found.folder} was saved without k3_plugins; its model is not one of this project's")
     features = [name for name, entry in found.manifest["features"].items() if entry["changes_parameters"]]
-    activation = megatron_session.open_door(features, platform, door)
+    activation = megatron_session.open_door([*features, *also], platform, door)
     saved = saved_arguments(Path(found.folder))
     own = [field for name in features for field in found.manifest["features"][name]["parameter_fields"]]
     values = {name: getattr(saved, name, None) for name in (*MODEL_ARGUMENTS, *own)}

@@ -52,6 +52,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--max-shard-size", type=size, default=size("5GB"), help="with --to-hf: bytes of a shard (5GB)")
     parser.add_argument(
+        "--unpack-experts",
+        action="store_true",
+        help="with --to-hf: write the experts of quantization-aware training (mxfp4-qat) as ordinary tensors that hold "
+        "their MXFP4 values, instead of packed",
+    )
+    parser.add_argument(
         "--ignore-config-field",
         action="append",
         default=[],
@@ -65,6 +71,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--from-hf needs --to DIR")
     if args.to_hf is not None and args.source is None:
         parser.error("--to-hf needs --from DIR")
+    if args.from_hf is not None and args.unpack_experts:
+        parser.error("--unpack-experts belongs to --to-hf; packed experts are always unpacked on import")
     return args
 
 
@@ -82,7 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from k3_plugins.models.kimi_k3.export_hf import export_checkpoint
 
             export_checkpoint(
-                args.source, args.to_hf, args.ckpt_step, args.hf_config, args.max_shard_size, args.ignore_config_field
+                args.source,
+                args.to_hf,
+                args.ckpt_step,
+                args.hf_config,
+                args.max_shard_size,
+                args.ignore_config_field,
+                args.unpack_experts,
             )
             print(f"converted {args.source} to {args.to_hf}")
     except (ConversionError, FeatureError) as error:

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from k3_plugins import manifest
-from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names
+from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names, mxfp4
 from k3_plugins.models.kimi_k3.checkpoint_model import saved_arguments
 from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
 from k3_plugins.models.kimi_k3.hf_folder import Spelling
 from k3_plugins.models.kimi_k3.hf_names import Place
-from k3_plugins.models.kimi_k3.safetensors_files import ShardWriter
+from k3_plugins.models.kimi_k3.safetensors_files import PACKED, SCALE, ShardWriter
+
+QAT = "mxfp4-qat"
+"""The feature whose checkpoints hold experts that are meant as MXFP4."""
 
 NOT_THE_MODEL = re.compile(r"(chained_\d+\.)?optimizer\..*|rng_state.*|rerun_state.*")
 """Tensors of a training checkpoint that are no weights."""
@@ -35,8 +38,12 @@ def export_checkpoint(
     hf_source: Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
     ignore: Sequence[str] = (),
+    unpack: bool = False,
 ) -> None:
     """Convert a checkpoint, saved under any parallel layout.
+
+    Routed experts of a checkpoint from quantization-aware training are written as MXFP4 pairs, in the values that the
+    training computed with.
 
     Args:
         source: folder for ``--load``.
@@ -45,6 +52,7 @@ def export_checkpoint(
         hf_source: Hugging Face folder to take ``config.json``, tokenizer and spelling from.
         max_shard_bytes: largest shard.
         ignore: fields of the config in ``hf_source`` that the user declares harmless.
+        unpack: write MXFP4 values as ordinary tensors, for readers that know no packed weights.
 
     Raises:
         ConversionError: listing everything that does not fit. The target then does not exist.
@@ -57,7 +65,8 @@ def export_checkpoint(
 
         reader = BoxReader(Path(found.folder))
         saved = describe(saved_arguments(Path(found.folder)), found.manifest)
-        companions, spelling, config = _original(Path(found.folder), hf_source, saved, ignore)
+        quantized = QAT in ((found.manifest or {}).get("features") or {})
+        companions, spelling, config = _original(Path(found.folder), hf_source, saved, ignore, quantized and not unpack)
         vocab_size = hf_config.language_model(config)["vocab_size"]
         saved = dataclasses.replace(saved, config=saved.config.scaled(vocab_size=vocab_size))
         boxes = plan(saved, spelling, reader.shapes)
@@ -65,6 +74,13 @@ def export_checkpoint(
         writer = ShardWriter(folder, max_shard_bytes)
         for place, name, offset, shape in boxes:
             tensor = reader.read(place.key, offset, shape)
+            if quantized and place.expert is not None:
+                packed, scale = mxfp4.quantize(tensor.reshape(place.hf_shape(shape)), name)
+                if not unpack:
+                    writer.add(f"{name}{PACKED}", packed)
+                    writer.add(f"{name}{SCALE}", scale)
+                    continue
+                tensor = mxfp4.dequantize(packed, scale, tensor.dtype, name)
             writer.add(name, from_megatron(place, name, tensor, spelling))
         writer.close()
         for path in companions:
@@ -164,9 +180,10 @@ def _moe_pattern(args: Namespace) -> list[int]:
 
 
 def _original(
-    iteration: Path, hf_source: Path | None, saved: ModelDescription, ignore: Sequence[str]
+    iteration: Path, hf_source: Path | None, saved: ModelDescription, ignore: Sequence[str], pack: bool
 ) -> tuple[Sequence[Path], Spelling, dict[str, Any]]:
-    """Companions, spelling and config: of the given folder, of the conversion, or written anew."""
+    """Companions, spelling and config: of the given folder, of the conversion, or written anew; ``pack`` says whether
+    experts are written packed."""
     if hf_source is not None:
         from k3_plugins.models.kimi_k3 import import_hf
 
@@ -177,7 +194,8 @@ def _original(
     else:
         sidecar = hf_folder.read_sidecar(iteration)
         if sidecar is None:
-            return [], Spelling(), hf_config.write(saved)
+            config = hf_config.write(saved)
+            return [], Spelling(), hf_folder.with_quantization(config, mxfp4.PUBLISHED_FORMAT) if pack else config
         folder, spelling = sidecar
     config = hf_folder.read_json(folder / hf_folder.CONFIG)
     # Unknown fields were refused or accepted already, when the folder was opened or imported.
@@ -189,7 +207,9 @@ def _original(
             f"{folder / hf_folder.CONFIG} and the checkpoint's arguments describe two models (config, checkpoint):\n"
             + "\n".join(f"  {line}" for line in changed)
         )
-    if spelling.unpacked:
+    if pack:
+        config = hf_folder.with_quantization(config, mxfp4.PUBLISHED_FORMAT)
+    elif spelling.unpacked:
         config = hf_folder.without_quantization(config)
         print("MXFP4 weights are written unpacked; quantization_config is left out of config.json", flush=True)
     return hf_folder.companions(folder), spelling, config

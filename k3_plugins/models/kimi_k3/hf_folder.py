@@ -21,6 +21,8 @@ from k3_plugins.models.kimi_k3.hf_config import ConversionError
 CONFIG = "config.json"
 SIDECAR_FOLDER = "hf"
 SIDECAR = "conversion.json"
+QUANTIZATION = "quantization_config"
+"""Field of ``config.json`` that says how weights are packed."""
 _FORMAT = 1
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -41,7 +43,7 @@ class Spelling:
     other_dtypes: dict[str, str] = field(default_factory=dict)
     """Element type of single tensors that differ from their entry's."""
     unpacked: bool = False
-    """Whether MXFP4 weights were unpacked; they are exported unpacked."""
+    """Whether MXFP4 weights were unpacked; they are exported unpacked, unless quantization-aware training followed."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -98,10 +100,20 @@ def read_sidecar(iteration: Path) -> tuple[Path, Spelling] | None:
 
 def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:
     """A config for weights that were unpacked."""
-    kept = {name: value for name, value in values.items() if name != "quantization_config"}
+    kept = {name: value for name, value in values.items() if name != QUANTIZATION}
     if isinstance(kept.get("text_config"), Mapping):
         kept["text_config"] = without_quantization(kept["text_config"])
     return kept
+
+
+def with_quantization(values: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """A config for packed weights; one that says how they are packed keeps its words."""
+    nested = values.get("text_config")
+    if QUANTIZATION in values or (isinstance(nested, Mapping) and QUANTIZATION in nested):
+        return dict(values)
+    if isinstance(nested, Mapping):
+        return {**values, "text_config": {**nested, QUANTIZATION: quantization}}
+    return {**values, QUANTIZATION: quantization}
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from k3_plugins.transformer.moe.ops.activation import GatedActivation
 from k3_plugins.transformer.moe.ops.grouped_mlp import grouped_mlp
+from k3_plugins.transformer.moe.ops.rounding import EXACT, Rounding
 from k3_plugins.transformer.norm import parameter_device
 
 
@@ -115,7 +116,13 @@ class GroupedExperts(MegatronModule):
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """``[n, l]`` to ``[n, l]``, weighted by ``probs [n]``; rows sorted by expert, ``tokens_per_expert [g]``."""
         ends = tokens_per_expert.to(hidden.device).cumsum(0).to(torch.int32)
-        return grouped_mlp(hidden, probs, self.weight1, self.weight2, ends, self.activation), None
+        output = grouped_mlp(hidden, probs, self.weight1, self.weight2, ends, self.activation, self.rounding)
+        return output, None
+
+    @property
+    def rounding(self) -> Rounding:
+        """What happens to the operands of the GEMMs; quantization-aware training overrides this."""
+        return EXACT
 
     def backward_dw(self) -> None:
         """Weight gradients are part of the backward pass; there is nothing left to do."""

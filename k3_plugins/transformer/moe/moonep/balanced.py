@@ -12,6 +12,9 @@ The saved plan is used again, never a new one. Slots hold no weights between the
 so they are fetched again; their gradients go back to their experts' homes. With ``memory_efficient`` only the inputs
 are kept for the backward pass; without, the received rows and the hidden layer are.
 
+Under quantization-aware training (`rounding`) rows and weights are rounded before they leave, so that a slot holds the
+values that its expert has at home, and a row is rounded once for its k experts.
+
 Letters: T tokens on this rank, k choices, l width, m home experts and slots, f expert width.
 """
 
@@ -26,6 +29,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from k3_plugins.transformer.moe.moonep.exchange import Exchange, Report, Trip
 from k3_plugins.transformer.moe.ops import grouped_mlp, segment_gemm
 from k3_plugins.transformer.moe.ops.activation import GatedActivation
+from k3_plugins.transformer.moe.ops.rounding import EXACT, Rounding
 
 
 class Flight:
@@ -37,15 +41,23 @@ class Flight:
         w2: ``[m, l, f]``.
         activation: the experts' gated activation.
         memory_efficient: keep only the inputs for the backward pass.
+        rounding: of the GEMMs' operands.
     """
 
     def __init__(
-        self, exchange: Exchange, w1: Tensor, w2: Tensor, activation: GatedActivation, memory_efficient: bool
+        self,
+        exchange: Exchange,
+        w1: Tensor,
+        w2: Tensor,
+        activation: GatedActivation,
+        memory_efficient: bool,
+        rounding: Rounding = EXACT,
     ) -> None:
         self.exchange = exchange
         self.w1, self.w2 = w1, w2
         self.activation = activation
         self.memory_efficient = memory_efficient
+        self.rounding = rounding
         self.trip: Trip | None = None
         self.report: Report | None = None
         self.back: tuple[Any, ...] = ()  # from finish's backward node to send's
@@ -54,7 +66,11 @@ class Flight:
     def depart(self, experts: Tensor, num_experts: int) -> None:
         """Counts and weights set out. ``experts`` int64 ``[T, k]``: distinct within a token, -1 for nowhere."""
         self.trip = self.exchange.depart(experts, num_experts)
-        self.trip.fetch(self.w1.detach(), self.w2.detach())
+        self.trip.fetch(*self.weights())
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """What the home experts multiply with, and what travels to slots."""
+        return self.rounding.weight1(self.w1.detach()), self.rounding.weight2(self.w2.detach())
 
     def send(self, z: Tensor, probs: Tensor) -> Tensor:
         """Rows set out.
@@ -76,7 +92,8 @@ class Flight:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, z: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, flight: Flight) -> Tensor:
-        flight.inputs = z.detach(), probs.detach()
+        z = flight.rounding.input1(z.detach())
+        flight.inputs = z, probs.detach()
         flight.ticket = flight.trip.send(z, probs)
         ctx.flight = flight
         return z.new_zeros(())
@@ -94,7 +111,7 @@ class _Send(torch.autograd.Function):
         else:
             x, p = trip.arrive(again)
             h = segment_gemm.multiply(x, all1, trip.ends)
-        g = grouped_mlp.backward(dy, x, h, p, all1, all2, trip.ends, flight.activation)
+        g = grouped_mlp.backward(dy, x, h, p, all1, all2, trip.ends, flight.activation, flight.rounding)
         dz, dprobs = trip.home(g.x, g.probs)
         dw1, dw2 = trip.give_back(g.w1, g.w2)
         return dz, dprobs, dw1.to(flight.w1.dtype), dw2.to(flight.w2.dtype), None
@@ -106,7 +123,7 @@ class _Finish(torch.autograd.Function):
         trip = flight.trip
         x, p = trip.arrive(flight.ticket)
         all1, all2 = trip.fetched()
-        y, h = grouped_mlp.forward(x, p, all1, all2, trip.ends, flight.activation)
+        y, h = grouped_mlp.forward(x, p, all1, all2, trip.ends, flight.activation, flight.rounding)
         output, _ = trip.home(y)
         flight.report = trip.report(x.shape[0])
 
@@ -125,7 +142,7 @@ class _Finish(torch.autograd.Function):
         kept, state = saved[:count], saved[count:]
         trip = flight.exchange.resume(state, ctx.shape, ctx.plan)
         gradient = trip.send(grad.contiguous())
-        trip.fetch(flight.w1.detach(), flight.w2.detach())
+        trip.fetch(*flight.weights())
         if flight.memory_efficient:
             flight.back = trip, gradient, trip.send(*kept), ()
         else:

@@ -49,7 +49,8 @@ class MoonEPDispatcher(MoETokenDispatcher):
         falling = num_experts - torch.arange(num_experts, device=routing_map.device)
         ranked = torch.where(routing_map, falling, 0).topk(k, dim=1).values
         self.experts = torch.where(ranked > 0, num_experts - ranked, -1)
-        self.flight = Flight(self.exchange, experts.weight1, experts.weight2, experts.activation, memory_efficient)
+        weights = experts.weight1, experts.weight2
+        self.flight = Flight(self.exchange, *weights, experts.activation, memory_efficient, experts.rounding)
         self.flight.depart(self.experts, num_experts)
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
