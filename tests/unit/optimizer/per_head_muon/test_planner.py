@@ -3,7 +3,6 @@ formula says. Pure planning on one process."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, least_busiest, message_size, view
 from k3_plugins.optimizer.per_head_muon.splits import Split, SplitError, matrices, whole
+from tests.distributed.optimizer.per_head_muon import traffic
+from tests.distributed.optimizer.per_head_muon.literal import blocks
 
 GROUP = (("q", 4), ("q", 4), ("k", 4), ("v", 4))
 
@@ -224,27 +225,6 @@ def test_balanced_owners_against_largest_pieces(shapes, ranks):
     assert measured("balanced") <= measured("largest-piece")
 
 
-def holders(param_index_map, buckets, params, ranks):
-    """name -> rank of every element, from Megatron's layout alone."""
-    found = {}
-    for name, param in params.items():
-        start, stop, bucket = param_index_map[param]
-        low, high = buckets[bucket]
-        found[name] = (np.arange(start, stop) - low) // ((high - low) // ranks)
-    return found
-
-
-def rank_by_rank(rows_of_matrix, held, owners, ranks):
-    """Elements that each rank receives: pieces of its matrices that others hold, updates of its pieces of theirs."""
-    received = [0] * ranks
-    for key, (name, elements) in rows_of_matrix.items():
-        where, owner = held[name][elements], owners[key]
-        received[owner] += int((where != owner).sum())
-        for rank in set(where.tolist()) - {owner}:
-            received[rank] += int((where == rank).sum())
-    return received
-
-
 @pytest.mark.parametrize("bucket", [None, 30_000])
 @pytest.mark.parametrize("rule", ["balanced", "largest-piece"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 32])
@@ -255,25 +235,23 @@ def test_every_rank_receives_what_megatrons_bucket_layout_says(ranks, rule, buck
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
         list(params.values()), bucket, ranks, DistributedDataParallelConfig(use_distributed_optimizer=True)
     )
-    held = holders(layout.param_index_map, layout.bucket_indices, params, ranks)
-    found, bounds, elements = [], {}, {}
+    found, bounds, elements, held = [], {}, {}, {}
     for name, (rows, *columns) in shapes.items():
         if not columns:
             continue
         start, stop, number = layout.param_index_map[params[name]]
+        held[name] = traffic.holders(start, stop, *layout.bucket_indices[number], ranks)
         bounds[name] = even_bounds(start, stop, *layout.bucket_indices[number], ranks)
-        split = Split((("q", 8), ("q", 8), ("k", 8), ("v", 8)), 3, "head") if name.endswith("qkv") else whole(rows)
-        height = 8 if name.endswith("qkv") else rows  # every block of 8 rows is a head of its own
-        for first in range(0, rows, height):
-            elements[name, first] = name, np.arange(first * 64, (first + height) * 64)
+        heads = name.endswith("qkv")
+        split = Split((("q", 8), ("q", 8), ("k", 8), ("v", 8)), 3, "head") if heads else whole(rows)
         found += matrices(name, split, (rows, 64), None, 1)[0]
+        elements |= traffic.matrices(name, (rows, 64), lambda _, n, b=8 if heads else rows: blocks(b, n // b))
     assignments = assign([found], [bounds], ranks, rule)
-    owners = {(a.matrix.parameter, a.sources[0].element // 64): a.owner.data_rank for a in assignments}
+    owners = {(a.matrix.parameter, a.sources[0].element): a.owner.data_rank for a in assignments}
     assert owners.keys() == elements.keys()
-    expected = rank_by_rank(elements, held, owners, ranks)
+    expected = traffic.received(elements, held, owners, ranks)
     assert [view(assignments, Place(0, rank)).elements_received for rank in range(ranks)] == expected
-    own = {key: int((held[name][index] == owners[key]).sum()) for key, (name, index) in elements.items()}
-    assert sum(expected) == 2 * sum(len(index) - own[key] for key, (_, index) in elements.items()) > 0
+    assert sum(expected) == traffic.formula(elements, held, owners) > 0
 
 
 def test_unknown_owner_rule():
