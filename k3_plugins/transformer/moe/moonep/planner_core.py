@@ -212,13 +212,23 @@ def _spread(
 
 
 @compiled
+def mixed(salt: int, step: int, item: int) -> int:
+    """A number from 0 to 2^31 - 1 that looks random; the same in `planner_torch`."""
+    value = (salt * 7919 + step * 104729 + item * 1299709) % 2147483648
+    for _ in range(2):
+        value = (value ^ (value >> 15)) * 1103515245 % 2147483648
+    return value ^ (value >> 13)
+
+
+@compiled
 def _joint(
     spare: np.ndarray, rank: int, p: int, offered: np.ndarray, count: int, num_experts: int, need: np.ndarray,
-    taken: np.ndarray, work: np.ndarray,
+    taken: np.ndarray, work: np.ndarray, salt: int,
 ) -> bool:  # fmt: skip
     """Share the largest experts out among all g ranks that need ``p`` pieces, in p rounds, and take ``rank``'s share.
 
-    In each round the neediest rank gets the largest of the next g experts, and so on. False if there is only this rank,
+    In each round the neediest rank gets the largest of the next g experts, and so on; with a salt, needs are blurred by
+    an eighth of a piece. False if there is only this rank,
     or if its share does not fill the gap; else its share is in ``work``, largest first.
     """
     ranks = len(spare)
@@ -231,13 +241,16 @@ def _joint(
     if group < 2 or group * p > count:
         return False
     outside = taken.copy()
+    blur = max(-spare[rank] // p // 8 + 1, 1)
     held = 0
     for turn in range(p):
         for i in range(group):
-            best = -1
+            best, highest = -1, 0
             for r in range(ranks):
-                if not taken[r] and (best < 0 or need[r] >= need[best]):
-                    best = r
+                if not taken[r]:
+                    value = need[r] + (mixed(salt, turn, r) % blur if salt else 0)
+                    if best < 0 or value >= highest:
+                        best, highest = r, value
             taken[best] = True
             key = offered[count - 1 - turn * group - i]
             need[best] -= key // num_experts
@@ -273,7 +286,8 @@ def _whole(offered: np.ndarray, count: int, p: int, gap: int, num_experts: int, 
 @compiled
 def fill(
     loads: np.ndarray, spare: np.ndarray, bound: int, level: int, no_dip: bool, forced: bool, from_all: bool,
-    largest: bool, top: bool, smallest_gap: bool, joint: bool, whole: bool, moves: np.ndarray,
+    largest: bool, top: bool, smallest_gap: bool, joint: bool, whole: bool,
+    salt: int, moves: np.ndarray,
 ) -> tuple[int, int]:  # fmt: skip
     """One run of one variant.
 
@@ -281,7 +295,8 @@ def fill(
         loads: int64 ``[E]``.
         spare: int64 ``[R]``, load minus target of each rank; changed in place.
         bound: the lower bound L.
-        level, no_dip, forced, from_all, largest, top, smallest_gap, joint, whole: see `planner.Variant`.
+        level, no_dip, forced, from_all, largest, top, smallest_gap, joint, whole, salt: see
+            `planner.Variant`.
         moves: int64 ``[(R - 1) m, 3]``; receives rows ``(rank, expert, tokens)`` of what leaves home.
 
     Returns:
@@ -304,7 +319,7 @@ def fill(
             cap_count = _recap(q, spare, own, rank_caps, rank_count, caps, cap_count, E)
     offered, work, taken = np.empty(E, dtype=np.int64), np.empty(E, dtype=np.int64), np.empty(R, dtype=np.bool_)
     pieces, need = np.empty((E, 2), dtype=np.int64), np.empty(R, dtype=np.int64)
-    worst = total = 0
+    worst = total = step = 0
     while True:
         rank = -1
         for r in range(R):
@@ -315,6 +330,7 @@ def fill(
         if rank < 0:
             return worst, total
         gap = -spare[rank]
+        step += 1
         opened[rank] = False
         used = 0
         if no_dip:
@@ -342,13 +358,19 @@ def fill(
             elif fewest == 1:
                 i = _place(offered, count, gap * E)
                 key = offered[i]
-                if largest and key // E != gap:
+                if salt and key // E != gap:
+                    drawn = -1
+                    for j in range(i, count):
+                        lot = mixed(salt, step, offered[j] % E) * E + offered[j] % E
+                        if lot > drawn:
+                            key, drawn = offered[j], lot
+                elif largest and key // E != gap:
                     for j in range(i, count):
                         if start[offered[j] % E] > start[key % E]:
                             key = offered[j]
                 pieces[0, 0], pieces[0, 1] = gap, key
                 used = 1
-            elif joint and _joint(spare, rank, fewest, offered, count, E, need, taken, work):
+            elif joint and _joint(spare, rank, fewest, offered, count, E, need, taken, work, salt):
                 used = _split(work, fewest, gap, E, pieces)
             elif no_dip and _spread(spare, own, gap, fewest, E, work, taken):
                 used = _split(work, fewest, gap, E, pieces)

@@ -109,16 +109,17 @@ class _Filler:
         """Tokens that leave home, ``[V, R, E]`` by receiving rank and expert."""
         rules = ("no_dip", "forced", "from_all", "largest", "top", "joint", "whole")
         flags = {name: self._flag(name) for name in rules}
+        self.salt = self._flags([v.salt for v in self.variants])
         smallest_gap = self._flag("smallest_gap")
         never = torch.iinfo(torch.int64).min
-        for _ in range(self.R - 1):
+        for step in range(1, self.R):
             order = -self.spare * self.R + self.ranks
             if smallest_gap is not None:
                 order = torch.where(smallest_gap, -order, order)
             rank = torch.where(self.spare < 0, order, never).argmax(1, keepdim=True)
             gap = (-self.spare.gather(1, rank)).clamp(min=0)  # 0: this variant is done
             self.open &= (self.ranks != rank) | (gap == 0)
-            amounts = self._choose(gap, rank, **flags)
+            amounts = self._choose(gap, rank, step, **flags)
             self.keys -= amounts * self.E
             self.spare -= amounts.view(self.V, self.R, self.m).sum(2)
             self.spare.scatter_add_(1, rank, gap)
@@ -129,6 +130,7 @@ class _Filler:
         self,
         gap: Tensor,
         rank: Tensor,
+        step: int,
         no_dip: Tensor | None,
         forced: Tensor | None,
         from_all: Tensor | None,
@@ -159,7 +161,7 @@ class _Filler:
         if joint is not None:
             share, possible = self._joint(pool, held, absent, fewest, gap, rank)
             chosen = torch.where(joint & (fewest > 1) & possible, share, chosen)
-        chosen = torch.where(fewest == 1, self._single(offered, gap, largest), chosen)
+        chosen = torch.where(fewest == 1, self._single(offered, gap, step, largest), chosen)
         if forced is not None:
             reach = held.gather(1, (self.P - 1).clamp(min=0)) >= gap
             use = forced & (self.P > 1) & (self.P <= E - absent) & reach
@@ -236,9 +238,11 @@ class _Filler:
         member = -self.spare > enough
         group = member.sum(1, keepdim=True)
         need = -self.spare
+        blur = torch.where(self.salt > 0, (gap // p // 8 + 1).clamp(min=1), 1)
         left, amount = gap, torch.zeros_like(pool)
         for turn in range(self.m):
-            order = torch.where(member, need * R + self.ranks, torch.iinfo(torch.int64).min)
+            value = need + _mixed(self.salt, turn, self.ranks) % blur
+            order = torch.where(member, value * R + self.ranks, torch.iinfo(torch.int64).min)
             ahead = order.argsort(1, descending=True).argsort(1)
             place = (E - 1 - turn * group - ahead).clamp(min=0)
             size = torch.where(turn < p, pool.gather(1, place) // E, 0)
@@ -249,16 +253,18 @@ class _Filler:
         possible = (group > 1) & (group * p <= E - absent) & (left == 0)
         return self._by_expert(pool, amount), possible
 
-    def _single(self, offered: Tensor, gap: Tensor, largest: Tensor | None) -> Tensor:
+    def _single(self, offered: Tensor, gap: Tensor, step: int, largest: Tensor | None) -> Tensor:
         """One expert that holds the whole gap."""
         never = torch.iinfo(torch.int64).max
         fits = offered & (self.keys >= gap * self.E)
         smallest = torch.where(fits, self.keys, never).argmin(1, keepdim=True)
+        exact = self.keys.gather(1, smallest) // self.E == gap
         pick = smallest
         if largest is not None:
-            exact = self.keys.gather(1, smallest) // self.E == gap
             oldest = torch.where(fits, self.start, -1).argmax(1, keepdim=True)
             pick = torch.where(largest & ~exact, oldest, smallest)
+        lot = torch.where(fits, _mixed(self.salt, step, self.experts) * self.E + self.experts, -1)
+        pick = torch.where((self.salt > 0) & ~exact, lot.argmax(1, keepdim=True), pick)
         return (self.experts == pick) * gap
 
     def _spread(self, p: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,6 +307,14 @@ class _Filler:
         # The single cap of gap tokens or more, or as many as P of them.
         possible = (fewest <= self.P.clamp(min=1)) & (fewest <= E)
         return self._window(pool, sizes, below, absent, fewest.clamp(max=E), gap), possible
+
+
+def _mixed(salt: Tensor, step: int, item: Tensor) -> Tensor:
+    """`planner_core.mixed` for salts ``[V, 1]`` and items ``[n]``: ``[V, n]``."""
+    value = (salt * 7919 + step * 104729 + item * 1299709) % 2147483648
+    for _ in range(2):
+        value = (value ^ (value >> 15)) * 1103515245 % 2147483648
+    return value ^ (value >> 13)
 
 
 def _running(sizes: Tensor) -> Tensor:

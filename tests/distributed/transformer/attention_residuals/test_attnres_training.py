@@ -127,8 +127,14 @@ def test_twenty_steps_twice_with_metric_heat_map_and_a_checkpoint_of_another_lay
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nprocs", "words"),
-    [(2, "--pipeline-model-parallel-size 2"), (4, PP4), (2, f"{VPP} 1"), (4, TP2_PP2)],
-    ids=["PP 2", "PP 4", "PP 2 VPP 4", "TP 2 SP PP 2"],
+    [
+        (2, "--pipeline-model-parallel-size 2"),
+        (4, PP4),
+        (2, f"{VPP} 1"),
+        (4, f"{PP4} --num-layers-per-virtual-pipeline-stage 1"),
+        (4, TP2_PP2),
+    ],
+    ids=["PP 2", "PP 4", "PP 2 VPP 4", "PP 4 VPP 2", "TP 2 SP PP 2"],
 )
 def test_twenty_steps_twice_are_identical(nprocs, words, k3, tmp_path):
     start, _ = k3

@@ -150,8 +150,9 @@ def test_maximum_is_optimal_on_many_of_64_experts() -> None:
     assert above >= 10
 
 
-# Few ranks with nothing, at the bound: only an even division of the largest experts among them is good enough. HiGHS
-# proved the optimum; rules that fill one rank after the other miss it by one. `0x8` is a rank of empty experts.
+# HiGHS proved the optimum; rules that fill one rank after the other miss it by one. `0x8` is a rank of empty experts.
+# Few ranks with nothing, at the bound: only an even division of the largest experts among them is good enough. One piece
+# per rank: several gaps must be packed into one expert.
 HARD = (
     (3, "4 2 4 3 1 3 2 2 0x8 7 4 6 2 3 2 3 2 0x8 0x8 3 3 5 4 6 1 5 2 8 4 3 6 4 4 0 4 3 4 1 4 1 3 4 4"),
     (
@@ -169,11 +170,27 @@ HARD = (
         "162 151 186 159 195 167 166 176 166 160 178 177 219 157 211 178 152 179 163 158 174 175 173 160 153 211 215 "
         "188 171 145 133 150 112 184 202 136 161 140 184 193 0x8 0x8 138 121 142 147 184 149 129 170",
     ),
+    (
+        1,
+        "230 603 2326 173 4080 600 1441 479 6019 2701 110338 22474 160146 2250 502 26293 896 5731 494 1045 564 "
+        "3103 2781 1364 2916 19 5482 1571 1490 1742 2643 7275 22068 8723 13186 35596 32091 14638 26275 1095 2001 "
+        "691 3371 2269 134 73922 656 3244 9121 90016 1267 1259 917 190 1205 1710 52462 546 4697 69 206 358 2260 "
+        "418",
+    ),
+    (
+        1,
+        "0 7 61 0 1 45 1 4 0 0 1 0 0 0 0 4 2 0 0 0 0 1 0 0 0x8 0x8 0 1 0 0 3 0 0 1 0x8 4 0 0 0 0 0 0 0",
+    ),
+    (
+        4,
+        "0x8 237 209 186 135 296 170 266 267 0x8 195 274 250 191 184 154 167 214 194 176 193 187 273 198 198 200 "
+        "0x8 237 196 117 219 185 235 155 152 210 105 234 165 175 199 184 218",
+    ),
 )
 
 
 @pytest.mark.parametrize("optimum,loads", HARD)
-def test_several_empty_ranks_share_the_largest_experts(optimum: int, loads: str) -> None:
+def test_packings_that_need_more_than_one_rule(optimum: int, loads: str) -> None:
     values = np.array([int(v) for v in loads.replace("0x8", "0 " * 8).split()])
     counts = np.zeros((8, 64), dtype=np.int64)
     counts[3] = values
