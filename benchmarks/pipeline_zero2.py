@@ -113,11 +113,11 @@ class Training:
         return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def build(shape: Shape, config: PipelineZeRO2Config | None, *, seed: int = 1, unused: bool = False) -> Training:
+def build(shape: Shape, config: PipelineZeRO2Config | None, *, seed: int = 1, unused: int = 0) -> Training:
     """The chunks of this rank in DDP with the distributed optimizer; with a config, pipeline-zero2 on them.
 
     Args:
-        unused: give each chunk a parameter that no forward pass uses.
+        unused: give each chunk a parameter of so many elements that no forward pass uses.
     """
     parallel_state.destroy_model_parallel()
     virtual = shape.virtual if shape.virtual > 1 else None
@@ -159,7 +159,7 @@ def build(shape: Shape, config: PipelineZeRO2Config | None, *, seed: int = 1, un
         )
         chunk.model_type = "encoder_or_decoder"
         if unused:
-            chunk.unused = torch.nn.Parameter(torch.ones(7))
+            chunk.unused = torch.nn.Parameter(torch.ones(unused))
         chunks.append(_wrap(chunk, model_config, ddp_config))
     optimizer_config = OptimizerConfig(
         lr=1e-3, weight_decay=0.1, clip_grad=1.0, adam_eps=shape.adam_eps, use_distributed_optimizer=True

@@ -113,20 +113,61 @@ def one_process(rank, world_size):
         assert report.device_bytes == report.stock_device_bytes == report.host_bytes and len(seen) == STEPS * 4
         assert training.zero2.report().reductions == ({None: 1, 1: 4, 2: 2, 3: 2}[group],)
 
-    unused_parameter(shape, build)
+    for elements in (7, 1):
+        unused_parameter(shape, build, elements)
+    counted_zeros(shape, build)
+    moved_once(shape, build)
     slow_and_broken_drains(shape, build)
     misuse(shape, build)
     refused_flags_exist()
 
 
-def unused_parameter(shape, build):
+def unused_parameter(shape, build, elements):
     trajectories = []
     for config in (None, PipelineZeRO2Config(zero2_group=1)):
-        training = build(shape, config, unused=True)
+        training = build(shape, config, unused=elements)
         trajectories.append(trajectory(training))
         unused = training.chunks[0].module.unused
         assert unused.grad is None and not unused.isnan().any()
     same(trajectories[1], trajectories[0], 1e-6)
+
+
+def counted_zeros(shape, build):
+    """--log-num-zeros-in-grad: rows of the embedding that no token uses, and a parameter without a gradient."""
+    found = {}
+    for device in ("stock", "device", "cpu"):
+        training = build(
+            shape, None if device == "stock" else PipelineZeRO2Config(zero2_optimizer_device=device), unused=7
+        )
+        step, counts = training.optimizer.step, []
+        for part in training.optimizer.chained_optimizers:
+            part.config.log_num_zeros_in_grad = True
+
+        def counted(step=step, counts=counts):
+            counts.append(step())
+            return counts[-1]
+
+        training.optimizer.step = counted
+        training.step(0)
+        found[device] = counts[0][2]
+    assert found["stock"] == found["device"] == found["cpu"] > 7, found
+
+
+def moved_once(shape, build):
+    """Moments that exist would be lost, and a second move would take the first one's masters for the model's."""
+    from k3_plugins.distributed.pipeline_zero2.host_step import move_to_host
+
+    (part,) = build(shape, PipelineZeRO2Config(zero2_optimizer_device="cpu")).optimizer.chained_optimizers
+    with pytest.raises(RuntimeError, match="steps in host memory already"):
+        move_to_host(part, "torch", [])
+    training = build(shape, None)
+    training.step(0)
+    (part,) = training.optimizer.chained_optimizers
+    inner, masters = part.optimizer, [p.data_ptr() for group in part.optimizer.param_groups for p in group["params"]]
+    with pytest.raises(RuntimeError, match="move it to host memory before that"):
+        move_to_host(part, "torch", [])
+    assert part.optimizer is inner
+    assert [p.data_ptr() for group in inner.param_groups for p in group["params"]] == masters
 
 
 def slow_and_broken_drains(shape, build):
@@ -160,6 +201,13 @@ def misuse(shape, build):
     param = next(training.chunks[0].parameters())
     with pytest.raises(RuntimeError, match="must match"):  # a gradient outside the hooks
         param.main_grad.add_(torch.ones_like(param))
+    single = build(shape, CONFIG, unused=1)
+    for gradient in (torch.ones(1), torch.ones(()), torch.ones(1, 1)):  # it would broadcast to no element at all
+        with pytest.raises(RuntimeError, match="single memory location|must match"):
+            single.chunks[0].module.unused.main_grad.add_(gradient)
+    single.step(0)
+    with pytest.raises(RuntimeError, match="single memory location|must match"):
+        single.chunks[0].module.unused.main_grad.add_(torch.ones(1))
     with pytest.raises(RuntimeError, match="save-wgrads-interval"):
         chunk.finish(force_all_reduce=True)
     chunk.begin_step()

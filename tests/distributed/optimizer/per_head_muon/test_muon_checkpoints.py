@@ -140,6 +140,7 @@ def test_foreign_optimizer_state_is_refused_or_converted(checkpoints):
     for heard in spawn(foreign, 2, str(folder)):
         assert heard["refuse"].startswith("FeatureError") and "--muon-adamw-checkpoint convert" in heard["refuse"]
         assert heard["plain"].startswith("FeatureError") and "--no-load-optim" in heard["plain"]
-        assert heard["stock"].startswith("KeyError")  # loud, where zero second moments would blow up the weights
+        # Bare Megatron has no other words; the doors refuse it before anything is built (test_muon_training.py).
+        assert heard["stock"].startswith("KeyError")
         assert "'max_lr': 0.001" in heard["lr"] and "--muon-adamw-lr" in heard["lr"]
         assert "holds Muon's state for 0.decoder.layers" in heard["side"] and "no splitting rule" in heard["side"]

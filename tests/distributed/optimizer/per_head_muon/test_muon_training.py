@@ -5,21 +5,23 @@ import re
 
 import pytest
 
+from tests.distributed.distributed.pipeline_zero2 import zero2_run
 from tests.harness.k3_model import DOOR, flags
 from tests.harness.launch import launch
-from tests.harness.losses import read, relative_difference
+from tests.harness.losses import first_difference, read, relative_difference
 
 MUON = """
     --k3-plugins kda,gated-mla,per-head-muon --num-layers 2 --linear-attention-freq [1,0] --ffn-hidden-size 136
     --muon-fp32-matmul-prec high --muon-adamw-lr 1e-3 --train-iters 6 --ckpt-format torch_dist
 """
+TWO_RANKS = "--use-distributed-optimizer --micro-batch-size 1"
 # fp32 gradients of other micro-batches or ranks differ by 1e-7 in the order of their sums; Newton-Schulz multiplies
 # that by up to 485 where a singular value is small. Gradient norms are compared too: clipping hides a doubled gradient.
 TRAINING = 2e-5
 
 
-def train(folder, nprocs, *words, check=True):
-    return launch(DOOR, flags(MUON, *words), nprocs=nprocs, records=folder, timeout=400, check=check)
+def train(folder, nprocs, *words, **options):
+    return zero2_run.train(folder, flags(MUON, *words), nprocs, zero2=False, timeout=400, **options)
 
 
 def difference(actual, expected):
@@ -30,25 +32,56 @@ def difference(actual, expected):
 
 @pytest.fixture(scope="module")
 def half_way(tmp_path_factory):
-    """6 steps at DP 2 with 4 micro-batches each, saved after 3: the folder, the steps, and the first rank's output."""
+    """6 steps at DP 2 with 4 micro-batches each, saved after 3: the folder, and the run."""
     folder = tmp_path_factory.mktemp("muon")
     save = f"--save {folder / 'ckpt'} --save-interval 3 --dist-ckpt-optim-fully-reshardable"
     board = f"--tensorboard-dir {folder / 'board'} --tensorboard-log-interval 1"
-    run = train(folder / "dp2", 2, "--use-distributed-optimizer --micro-batch-size 1", save, board)
+    run = train(folder / "dp2", 2, TWO_RANKS, save, board)
     (folder / "ckpt" / "latest_checkpointed_iteration.txt").write_text("3")
-    return folder, read(run.records), run.logs[0]
+    return folder, run
 
 
 def resumed_alike(half_way, folder, nprocs, words):
-    saved, whole, _ = half_way
+    saved, whole = half_way
     load = f"--load {saved / 'ckpt'} --dist-ckpt-optim-fully-reshardable --use-distributed-optimizer"
-    resumed = read(train(folder, nprocs, load, words).records)
-    assert sorted(resumed) == [4, 5, 6]
-    assert difference(resumed, {i: whole[i] for i in resumed}) <= TRAINING
+    resumed = train(folder, nprocs, load, words)
+    assert sorted(resumed.steps) == [4, 5, 6]
+    assert difference(resumed.steps, {i: whole.steps[i] for i in resumed.steps}) <= TRAINING
+    return resumed
 
 
 def test_one_rank_with_one_micro_batch_continues_the_training_of_two_with_four(half_way, tmp_path):
-    resumed_alike(half_way, tmp_path, 1, "--micro-batch-size 8")
+    """Gradient accumulation: the weights of the whole model after three updates, too."""
+    resumed = resumed_alike(half_way, tmp_path, 1, "--micro-batch-size 8")
+    (mine,), (his, _) = resumed.parameters, half_way[1].parameters
+    for name, value in his.items():
+        assert (mine[name] - value).abs().max() <= TRAINING * value.abs().max(), name
+
+
+@pytest.mark.slow  # with Pipeline ZeRO-2 in test_zero2_muon.py by default
+def test_kill_during_save_keeps_the_last_checkpoint(half_way, tmp_path):
+    _, whole = half_way
+    words = f"{TWO_RANKS} --save {tmp_path}/ckpt --save-interval 2"
+    env = {"K3_TEST_KILL": "1", "K3_KILL_RANK": "1", "K3_KILL_POINT": "writing the data"}
+    killed = train(tmp_path / "killed", 2, words, env=env, check=False)
+    assert "killed at" in killed.logs[1]
+    assert (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (tmp_path / "ckpt" / "iter_0000004").is_dir(), "the save was not under way"
+    resumed = train(tmp_path / "resumed", 2, words, f"--load {tmp_path}/ckpt")
+    assert first_difference(resumed.steps, {i: step for i, step in whole.steps.items() if i > 2}) is None
+
+
+def test_adamw_refuses_the_checkpoint_with_a_sentence(half_way, tmp_path):
+    """And takes the weights alone when it is told so."""
+    adamw = [word.replace("kda,gated-mla,per-head-muon", "kda,gated-mla") for word in MUON.split()]
+    adamw = [word for pair in zip(adamw[::2], adamw[1::2], strict=True) for word in pair if "--muon" not in pair[0]]
+    words = flags(adamw, f"{TWO_RANKS} --load {half_way[0] / 'ckpt'} --dist-ckpt-optim-fully-reshardable")
+    refused = launch(DOOR, words, nprocs=2, check=False)
+    assert refused.rc == 2
+    for log in refused.logs:
+        assert "holds the optimizer state of per-head-muon" in log and "--no-load-optim" in log, log[-2000:]
+    taken = launch(DOOR, [*words, "--no-load-optim"], nprocs=2, records=tmp_path)
+    assert sorted(read(taken.records)) == [4, 5, 6]
 
 
 @pytest.mark.slow
@@ -65,9 +98,9 @@ def test_other_layouts_continue_it(nprocs, words, half_way, tmp_path):
 
 
 def test_metric_and_witness(half_way):
-    folder, _, log = half_way
+    folder, run = half_way
     ((owned, received),) = re.findall(
-        r"witness per-head-muon: (\d+) matrices owned, (\d+) elements received \(rank 0\)", log
+        r"witness per-head-muon: (\d+) matrices owned, (\d+) elements received \(rank 0\)", run.logs[0]
     )
     assert int(owned) > 0 and int(received) > 0
     events = [path.read_bytes() for path in (folder / "board").iterdir()]
@@ -85,12 +118,12 @@ def test_metric_and_witness(half_way):
     ],
 )
 def test_other_layouts_train_alike(nprocs, words, tmp_path):
-    one = read(train(tmp_path / "one", 1, "--micro-batch-size 8").records)
-    assert difference(read(train(tmp_path / "other", nprocs, words).records), one) <= TRAINING
+    one = train(tmp_path / "one", 1, "--micro-batch-size 8")
+    assert difference(train(tmp_path / "other", nprocs, words).steps, one.steps) <= TRAINING
 
 
 def test_a_bad_option_ends_the_run_with_exit_code_2(tmp_path):
-    result = train(tmp_path, 1, "--muon-scalar-optimizer lion", check=False)
+    result = launch(DOOR, flags(MUON, "--muon-scalar-optimizer lion"), records=tmp_path, check=False)
     assert result.rc == 2 and "--muon-scalar-optimizer lion" in result.logs[0]
     assert not list(tmp_path.glob("rank*"))
 

@@ -167,6 +167,25 @@ def test_waits_are_taken_on_ranks_without_a_writer(monkeypatch):
     assert taken == [1]
 
 
+def test_a_gradient_of_another_size_is_not_spread_over_the_shard():
+    """One element would broadcast: every momentum would take in the same number."""
+    import torch
+
+    from k3_plugins.optimizer.per_head_muon.optimizer import MUON, PerHeadMuon, Shard
+
+    main = torch.nn.Parameter(torch.ones(6))
+    optimizer = PerHeadMuon([{"params": [main], "optimizer": MUON}], MuonSettings(), lr=0.1)
+    optimizer.init_states()
+    shard = Shard("0.weight", main, 0)
+    with pytest.raises(RuntimeError, match=r"0\.weight has no gradient"):
+        optimizer.gradient_of(shard)
+    main.grad = torch.ones(6)
+    main.grad.data = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"gradient of 0\.weight has 1 elements on this rank, its shard 6"):
+        optimizer.advance_momentum(shard, 0.1, 0.1)
+    assert not optimizer.state[main]["exp_avg"].any()
+
+
 def stepped(trained, steps=1, orthogonalised=None, received=None):
     """What the witness sees of an optimizer with two local matrices, one that moves, and 10 elements per step."""
     plan = Namespace(local=[1, 2], owned=[3], elements_received=10)
