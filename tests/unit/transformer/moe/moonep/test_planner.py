@@ -151,8 +151,8 @@ def test_maximum_is_optimal_on_many_of_64_experts() -> None:
 
 
 # HiGHS proved the optimum; rules that fill one rank after the other miss it by one. `0x8` is a rank of empty experts.
-# Few ranks with nothing, at the bound: only an even division of the largest experts among them is good enough. One piece
-# per rank: several gaps must be packed into one expert.
+# Few ranks with nothing, at the bound: only an even division of the largest experts among them is good enough. One
+# piece per rank: several gaps must be packed into one expert.
 HARD = (
     (3, "4 2 4 3 1 3 2 2 0x8 7 4 6 2 3 2 3 2 0x8 0x8 3 3 5 4 6 1 5 2 8 4 3 6 4 4 0 4 3 4 1 4 1 3 4 4"),
     (
