@@ -80,7 +80,7 @@ def export_checkpoint(
                     writer.add(f"{name}{PACKED}", packed)
                     writer.add(f"{name}{SCALE}", scale)
                     continue
-                tensor = mxfp4.dequantize(packed, scale, tensor.dtype, name)
+                tensor = mxfp4.dequantize(packed, scale, tensor.dtype, name).view(shape)
             writer.add(name, from_megatron(place, name, tensor, spelling))
         writer.close()
         for path in companions:
