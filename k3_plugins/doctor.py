@@ -32,6 +32,10 @@ _MARKS = {
 }
 
 
+_MIN_WIDTHS = {"to install": 44}
+"""Of columns whose words should be copied from the screen: a folded package name is no package."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; returns the exit code (see the module docstring)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -64,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _without_switches(words: Sequence[str]) -> list[str]:
     """The words without the doctor's own; ``--optimizer`` with a value is Megatron's flag as well, and stays."""
     kept = []
-    for word, following in zip(words, [*words[1:], "--"], strict=True):
+    for word, following in zip(words, [*words, "--"][1:], strict=True):
         if word != "--json" and not (word == "--optimizer" and following.startswith("--")):
             kept.append(word)
     return kept
@@ -176,7 +180,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", min_width=_MIN_WIDTHS.get(column))
     for row in rows:
         table.add_row(*map(escape, row))
     return table

@@ -110,6 +110,11 @@ def test_training_flags_are_parsed_and_validated(tmp_path):
     assert code == 2 and any("Did you mean --toy-width?" in line for line in report["problems"])
 
 
+def test_without_arguments(tmp_path):
+    ranks = run_ranks("k3_plugins.doctor", [], tmp_path)
+    assert ranks.codes[0] in (0, 1) and "Verdict" in ranks.logs[0] and "Traceback" not in ranks.logs[0], ranks
+
+
 def test_the_report_for_people_holds_the_same_verdict(tmp_path):
     ranks = run_ranks("k3_plugins.doctor", ["--k3-plugins", "toy"], tmp_path)
     log = ranks.logs[0]
