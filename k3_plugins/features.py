@@ -102,6 +102,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "quantization-aware training of routed experts: MXFP4 weights, MXFP8 inputs",
         "k3_plugins/post_training/mxfp4_qat",
     ),
+    FeatureEntry(
+        "activation-manager",
+        "k3_plugins.memory.activation_manager.feature",
+        "a storage policy for every saved activation: recompute, FP8, host memory",
+        "k3_plugins/memory/activation_manager",
+    ),
 )
 
 

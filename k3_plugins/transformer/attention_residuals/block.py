@@ -18,6 +18,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
+from k3_plugins.memory.annotation import listening
 from k3_plugins.pipeline_parallel.attnres_payload import session as payload
 from k3_plugins.transformer.attention_residuals.aggregator import AttentionResidual
 from k3_plugins.transformer.attention_residuals.bank import Query, ResidualBank
@@ -25,6 +26,7 @@ from k3_plugins.transformer.attention_residuals.config import AttentionResiduals
 from k3_plugins.transformer.attention_residuals.layer import (
     AttentionResidualLayer,
     SublayerInput,
+    dropped_until_backward,
     free_until_backward,
 )
 from k3_plugins.transformer.attention_residuals.recompute import require_patch
@@ -83,6 +85,8 @@ class AttentionResidualBlock:
 
     def _aggregate_output(self, partial: Tensor) -> Tensor:
         sources, (hidden, weights) = self.residual_bank.aggregate(self.output_res, partial)
+        if self.attention_residuals.attn_res_recompute_input == "on":
+            dropped_until_backward(hidden, sources, weights)
         self._output_input = SublayerInput(partial, hidden, sources, weights)
         return hidden
 
@@ -91,7 +95,7 @@ class AttentionResidualBlock:
 
     def _after_final_layernorm(self, _module: torch.nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
         pending, self._output_input = self._output_input, None
-        recompute = self.attention_residuals.attn_res_recompute_input == "on"
+        recompute = self.attention_residuals.attn_res_recompute_input == "on" and not listening()
         if recompute and pending.hidden.requires_grad and output.requires_grad:
             free_until_backward(pending, output)
 

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from k3_plugins.memory.annotation import annotate, listening
 from k3_plugins.transformer.attention_residuals.aggregator import AttentionResidual
 from k3_plugins.transformer.attention_residuals.bank import Query, ResidualBank
 from k3_plugins.transformer.attention_residuals.config import AttentionResidualsConfig, max_sources
@@ -67,11 +68,24 @@ class PartialSumAdd:
                 # a scalar zero broadcasts; its dtype carries --fp32-residual-connection
                 partial = torch.zeros((), dtype=pending.hidden.dtype, device=pending.hidden.device)
             total = add(output_with_bias, partial, prob)
-            if self.recompute_input and pending.hidden.requires_grad and total.requires_grad:
+            frees = self.recompute_input and not listening()
+            if frees and pending.hidden.requires_grad and total.requires_grad:
                 free_until_backward(pending, total)
             return total
 
         return add_to_partial
+
+
+def dropped_until_backward(hidden: Tensor, sources: list[Tensor], weights: Tensor) -> None:
+    """The same under the activation manager: it drops `hidden`, and may move the sources that it is rebuilt from.
+
+    `free_until_backward` would hold on to the sources until the backward.
+    """
+    annotate(hidden, "recompute", name="aggregate", recompute=(_combine, weights, *sources))
+
+
+def _combine(weights: Tensor, *sources: Tensor) -> Tensor:
+    return combine(weights, sources)
 
 
 def free_until_backward(pending: SublayerInput, after: Tensor) -> None:
@@ -128,6 +142,8 @@ class AttentionResidualLayer:
 
     def _aggregate(self, add: PartialSumAdd, module: AttentionResidual, partial: Tensor | None) -> Tensor:
         sources, (hidden, weights) = self.residual_bank.aggregate(module, partial)
+        if add.recompute_input:
+            dropped_until_backward(hidden, sources, weights)
         add.pending = SublayerInput(partial, hidden, sources, weights)
         return hidden
 

@@ -29,6 +29,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
+from k3_plugins.memory import annotate
 from k3_plugins.transformer.kda.config import KDAConfig, KDASizes
 from k3_plugins.transformer.kda.context_parallel import (
     contiguous_to_zigzag,
@@ -215,7 +216,8 @@ class KimiDeltaAttention(MegatronModule):
 
         z = self.linear_decay_up(decay_low)[0].to(self.dt_bias.dtype) + self.dt_bias
         z = rearrange(z, "s b (h k) -> b s h k", k=self.sizes.head_dim)
-        g = kda_gate(z, self.A_log, self.kda_config.gate_lower_bound)
+        # sums of log decays are exponentiated: rounding would add up
+        g = annotate(kda_gate(z, self.A_log, self.kda_config.gate_lower_bound), name="gate", exact=True)
         beta = torch.sigmoid(rearrange(self.linear_beta(x)[0], "s b h -> b s h").to(g.dtype))
 
         o = self._recurrence(q, k, v, g, beta, cu_seqlens)

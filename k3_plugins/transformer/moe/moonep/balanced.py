@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from k3_plugins.memory import annotate
 from k3_plugins.transformer.moe.moonep.exchange import Exchange, Report, Trip
 from k3_plugins.transformer.moe.ops import grouped_mlp, segment_gemm
 from k3_plugins.transformer.moe.ops.activation import GatedActivation
@@ -124,6 +125,7 @@ class _Finish(torch.autograd.Function):
         x, p = trip.arrive(flight.ticket)
         all1, all2 = trip.fetched()
         y, h = grouped_mlp.forward(x, p, all1, all2, trip.ends, flight.activation, flight.rounding)
+        annotate(h, name="act")
         output, _ = trip.home(y)
         flight.report = trip.report(x.shape[0])
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from k3_plugins.memory import annotate
 from k3_plugins.transformer.moe.ops import segment_gemm
 from k3_plugins.transformer.moe.ops.activation import GatedActivation
 from k3_plugins.transformer.moe.ops.rounding import EXACT, Rounding
@@ -103,6 +104,11 @@ def _rows(probs: Tensor, ends: Tensor) -> Tensor:
     return torch.where(used, probs, 0)
 
 
+def _hidden(x: Tensor, w1: Tensor, ends: Tensor, rounding: Rounding) -> Tensor:
+    """``h`` once more, from rows that were rounded before."""
+    return segment_gemm.multiply(x, rounding.weight1(w1), ends)
+
+
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -117,6 +123,7 @@ class _GroupedMLP(torch.autograd.Function):
     ) -> Tensor:
         x = rounding.input1(x)
         y, h = forward(x, probs, rounding.weight1(w1), rounding.weight2(w2), ends, act, rounding)
+        annotate(h, name="act", recompute=(_hidden, x, w1, ends, rounding))
         ctx.save_for_backward(x, h, probs, w1, w2, ends)
         ctx.act, ctx.rounding = act, rounding
         return y

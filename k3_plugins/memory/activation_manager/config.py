@@ -1,0 +1,24 @@
+"""Flags of the feature `activation-manager`. Imports neither torch nor megatron."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ActivationManagerConfig:
+    """How tensors that are saved for the backward pass are stored."""
+
+    activation_policy: str | None = None
+    """Rules NAME=POLICY or NAME@FIRST-LAST=POLICY (layers counted from 1), separated by commas, or the path of a YAML
+    file. Policies: keep, recompute, fp8, cpu, remote, fp8+cpu, fp8+remote. Names are module paths in a layer, such as
+    attention.linear_proj, experts.act or mlp; * is a wildcard; the last rule that matches counts. What no rule matches
+    stays on the device."""
+
+    activation_min_bytes: int = 4096
+    """Smaller tensors stay on the device whatever the rules say."""
+
+    activation_host_pool_mib: float | None = None
+    """Most MiB of host buffers in use at a time on this rank; a step that needs more ends with an error. No limit by
+    default."""
+
+    activation_report: str | None = None
+    """Folder in which every rank writes what its activations cost, for python -m k3_plugins.memory.report."""

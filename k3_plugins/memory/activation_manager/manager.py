@@ -1,0 +1,123 @@
+"""Takes every tensor that autograd saves in a model chunk's forward pass and gives it back in the backward pass.
+
+forward pass of a chunk        `Recording`: hooks are on; modules say where they are (`sites.py`)
+  layer                        `Group`: what was saved since the layer began
+    save                       `Saved`: the tensor itself for now
+  next layer                   `Recording.close_group`: every saved tensor gets the form of its policy
+backward pass
+  first read in a group        the bytes of the group and of the one before it (the next to run) are fetched
+  read                         values, decoded or computed again
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from k3_plugins.memory import annotation
+from k3_plugins.memory.activation_manager.host_pool import HostPool
+from k3_plugins.memory.activation_manager.ledger import Ledger
+from k3_plugins.memory.activation_manager.random_states import RandomStates, TorchRandomStates
+from k3_plugins.memory.activation_manager.recording import Recording, Row
+from k3_plugins.memory.activation_manager.rules import RuleBook
+from k3_plugins.memory.activation_manager.saved import Group, Parameter, Saved, restore, saved_or_parameter
+from k3_plugins.memory.activation_manager.stored import Stored
+from k3_plugins.memory.activation_manager.transfer import Blocked, Carrier, HostCarrier, StreamCarrier
+from k3_plugins.memory.policy import Policy
+
+if TYPE_CHECKING:
+    from k3_plugins.memory.activation_manager.rules import Rule
+
+
+class ActivationManager:
+    """Of one process.
+
+    Args:
+        rules: in the order in which the user wrote them.
+        smallest: tensors of fewer bytes stay where they are.
+        pool_limit: most bytes of host buffers in use; None for no limit.
+        random: the generators that the model draws from; torch's by default.
+        remote: carrier to other ranks; None if no rule may use it.
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        *,
+        smallest: int = 0,
+        pool_limit: int | None = None,
+        random: RandomStates | None = None,
+        remote: Carrier | None = None,
+    ) -> None:
+        self.rules = RuleBook(tuple(rules))
+        self.smallest = smallest
+        self.pool = HostPool(pool_limit)
+        self.ledger = Ledger()
+        self.blocked = Blocked()
+        self.random = random or TorchRandomStates()
+        self.remote = remote
+        self.recording: Recording | None = None
+        self.rows: dict[int, list[Row]] = {}
+        """By model chunk: what its last forward pass stored."""
+        self.passes = 0
+        """Forward passes recorded so far."""
+        self._parameters: frozenset[int] = frozenset()
+        self._host: Carrier | None = None
+        self._hooks: Any = None
+        self._listener: Any = None
+
+    def begin(self, chunk: int, parameters: frozenset[int]) -> None:
+        """A forward pass of a model chunk starts."""
+        self._parameters = parameters
+        self.recording = Recording(self, chunk, parameters)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.recording.pack, restore)
+        self._hooks.__enter__()
+        self._listener = annotation.set_listener(self.recording)
+
+    def end(self) -> None:
+        """It is over, or has failed."""
+        recording, self.recording = self.recording, None
+        annotation.set_listener(self._listener)
+        self._hooks.__exit__(None, None, None)
+        recording.finish()
+        self.rows[recording.chunk] = recording.rows
+        self.passes += 1
+
+    def counting(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """A context in which saved tensors are counted and kept: for what the backward pass computes again."""
+        group = Group("computed again", None, None)
+
+        def pack(tensor: Tensor) -> Saved | Parameter | Tensor:
+            return saved_or_parameter(tensor, "recomputation", group, self.ledger, self._parameters)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, restore)
+
+    def store(self, source: Tensor, policy: Policy, origin: torch.UntypedStorage, name: str) -> Stored:
+        """Put values where the policy says."""
+        carrier = {"device": None, "cpu": self._host_carrier(source.device), "remote": self.remote}[policy.place]
+        return Stored(source, coded=policy.coded, carrier=carrier, ledger=self.ledger, origin=origin, name=name)
+
+    def _host_carrier(self, device: torch.device) -> Carrier:
+        if self._host is None:
+            on_gpu = device.type == "cuda"
+            self._host = (
+                StreamCarrier(self.pool, self.blocked, device) if on_gpu else HostCarrier(self.pool, self.blocked)
+            )
+        return self._host
+
+    def settle(self) -> None:
+        """At the end of a step: complete the time measurements of a GPU."""
+        if isinstance(self._host, StreamCarrier):
+            self._host.settle()
+
+    def bytes_by_policy(self) -> dict[str, int]:
+        """Original bytes of the last forward passes of this rank's chunks, by policy."""
+        totals: dict[str, int] = defaultdict(int)
+        for rows in self.rows.values():
+            for row in rows:
+                totals[row.policy] += row.nbytes
+        return dict(totals)

@@ -1,0 +1,72 @@
+"""What a run's activations cost, as one JSON file for each rank in the folder of ``--activation-report``.
+
+This module imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from k3_plugins.feature import FeatureError
+
+if TYPE_CHECKING:
+    from k3_plugins.memory.activation_manager.manager import ActivationManager
+
+FORMAT = 1
+
+
+def write_record(folder: str, manager: ActivationManager, args: Any, iteration: int) -> Path:
+    """Write this rank's file, atomically; returns its path.
+
+    Raises:
+        FeatureError: if the folder cannot be written.
+    """
+    contents = {
+        "format": FORMAT,
+        "rank": args.rank,
+        "iteration": iteration,
+        "rules": [str(rule) for rule in manager.rules.rules],
+        "min_bytes": manager.smallest,
+        "peak_device_bytes": manager.ledger.peak,
+        "peak_host_bytes": manager.pool.peak,
+        "blocked_seconds": manager.blocked.seconds,
+        "blocked_waits": manager.blocked.waits,
+        "passes": manager.passes,
+        "chunks": [
+            {"chunk": number, "rows": [asdict(row) for row in rows]} for number, rows in sorted(manager.rows.items())
+        ],
+    }
+    path = Path(folder) / f"rank{args.rank:05d}.json"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(contents, indent=1) + "\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FeatureError(f"--activation-report {folder}: {error}; name a folder that can be written") from error
+    return path
+
+
+def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every rank's file, by rank.
+
+    Raises:
+        FeatureError: if there is none, or one cannot be read.
+    """
+    paths = sorted(Path(folder).glob("rank*.json"))
+    if not paths:
+        raise FeatureError(f"{folder} holds no rank*.json: give the folder of a run with --activation-report")
+    records = []
+    for path in paths:
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise FeatureError(f"{path} cannot be read: {error}") from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise FeatureError(f"{path} is not a record of this version (format {FORMAT})")
+        records.append(record)
+    return records

@@ -1,0 +1,157 @@
+"""Where the activation manager enters Megatron's training. Imports neither torch nor megatron."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from k3_plugins.feature import FeatureError
+from k3_plugins.memory.activation_manager.names import LABELS
+from k3_plugins.memory.policy import Policy
+
+if TYPE_CHECKING:
+    from k3_plugins.memory.activation_manager.config import ActivationManagerConfig
+    from k3_plugins.memory.activation_manager.manager import ActivationManager
+    from k3_plugins.memory.activation_manager.rules import Rule
+    from k3_plugins.memory.activation_manager.sites import Attachment
+
+
+class _Runtime:
+    """The manager of the model in training, for the witness and the metrics."""
+
+    manager: ActivationManager | None = None
+    attachments: tuple[Attachment, ...] = ()
+
+
+RUNTIME = _Runtime()
+
+
+def attach_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for `get_megatron_optimizer`."""
+
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        from k3_plugins import activation
+
+        settings = activation.current().config("activation-manager")
+        RUNTIME.manager, RUNTIME.attachments = attach(model_chunks, settings)
+        return original(config, model_chunks, *args, **kwargs)
+
+    return get_megatron_optimizer
+
+
+def attach(
+    model_chunks: Sequence[Any], settings: ActivationManagerConfig
+) -> tuple[ActivationManager, tuple[Attachment, ...]]:
+    """Put a manager on every chunk of a Megatron model, wrapped or not. Collective over all ranks.
+
+    Raises:
+        FeatureError: for a rule that cannot match anything in the model.
+    """
+    from megatron.core.utils import unwrap_model
+
+    from k3_plugins.memory.activation_manager.manager import ActivationManager
+    from k3_plugins.memory.activation_manager.random_states import MegatronRandomStates
+    from k3_plugins.memory.activation_manager.rules import parse_rules
+    from k3_plugins.memory.activation_manager.sites import Attachment, megatron_layers
+
+    limit = settings.activation_host_pool_mib
+    manager = ActivationManager(
+        parse_rules(settings.activation_policy),
+        smallest=settings.activation_min_bytes,
+        pool_limit=None if limit is None else int(limit * (1 << 20)),
+        random=MegatronRandomStates(),
+    )
+    chunks = unwrap_model(list(model_chunks))
+    attachments = tuple(
+        Attachment(manager, number, chunk, megatron_layers(chunk)) for number, chunk in enumerate(chunks)
+    )
+    names = {item for attachment in attachments for item in attachment.names}
+    possible = _on_any_rank([any(_could_match(rule, *item) for item in names) for rule in manager.rules.rules])
+    for rule, matches in zip(manager.rules.rules, possible, strict=True):
+        if not matches:
+            known = sorted({name for name, _ in names})
+            near = difflib.get_close_matches(rule.pattern, known, n=3, cutoff=0.4) or known[:8]
+            raise FeatureError(
+                f"--activation-policy: rule {str(rule)!r} matches nothing in this model. Names here are for example"
+                f" {', '.join(near)}; see k3_plugins/memory/activation_manager/README.md"
+            )
+    return manager, attachments
+
+
+def _could_match(rule: Rule, module: str, layer: int | None) -> bool:
+    """Whether a rule may match a tensor of a module; names that users' annotations give are taken for possible."""
+    if rule.matches(module, layer) or any(rule.matches(f"{module}.{label}", layer) for label in LABELS):
+        return True
+    parent = rule.pattern.rpartition(".")[0]
+    return bool(parent) and not set(parent) & set("*?[") and parent == module and rule.layers is None
+
+
+def _on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return list(flags)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    counts = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+    return [bool(count) for count in counts.tolist()]
+
+
+def idle_rules(manager: ActivationManager) -> list[Rule]:
+    """Rules that matched nothing on any rank. Collective over all ranks."""
+    used = _on_any_rank([hits > 0 for hits in manager.rules.hits])
+    return [rule for rule, hit in zip(manager.rules.rules, used, strict=True) if not hit]
+
+
+def explain_idle(rule: Rule) -> str:
+    """A sentence for a rule that matched nothing."""
+    text = f"--activation-policy: rule {str(rule)!r} matched no saved tensor on any rank; drop or correct it"
+    if rule.policy is Policy.RECOMPUTE:
+        text += (
+            " (recompute takes a module that is called and that no later rule claims, or a tensor that annotate()"
+            " says how to compute; with moonep, --moe-moonep-memory-efficient takes the place of"
+            " experts.act=recompute; under --recompute-granularity full everything is computed again already)"
+        )
+    return text
+
+
+METRICS = ("k3/activation-device-peak-bytes", "k3/activation-host-peak-bytes", "k3/activation-blocked-ms")
+
+
+def write_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for `training_log`: the numbers of the rank that writes, and every rank's report."""
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        if RUNTIME.manager is not None:
+            _write(RUNTIME.manager, iteration)
+        return result
+
+    return training_log
+
+
+def _write(manager: ActivationManager, iteration: int) -> None:
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from k3_plugins.memory.activation_manager.record import write_record
+
+    args = get_args()
+    manager.settle()
+    if args.activation_report is not None and (iteration == 1 or iteration % args.log_interval == 0):
+        write_record(args.activation_report, manager, args, iteration)
+    if iteration % args.tensorboard_log_interval:
+        return
+    values = dict(zip(METRICS, (manager.ledger.peak, manager.pool.peak, manager.blocked.seconds * 1000), strict=True))
+    if (writer := get_tensorboard_writer()) is not None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, iteration)
+    if (wandb := get_wandb_writer()) is not None:
+        wandb.log(values, iteration)
