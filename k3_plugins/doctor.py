@@ -32,10 +32,6 @@ _MARKS = {
 }
 
 
-_MIN_WIDTHS = {"to install": 44}
-"""Of columns whose words should be copied from the screen: a folded package name is no package."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; returns the exit code (see the module docstring)."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -106,6 +102,9 @@ def render(diagnosis: Diagnosis) -> None:
         console.print(f"[bold]Door[/bold] {escape(door['door'])}: {escape(door['state'])}")
     for table in _tables(diagnosis):
         console.print(table)
+    for line in diagnosis.optional:
+        if not line["available"]:  # not in the table: a command that is folded cannot be copied
+            console.print(f"{line['module']}: {escape(line['install'])}", soft_wrap=True)
     for patch in diagnosis.patches:
         if patch["diff"]:
             console.print(f"\n[bold]{escape(patch['message'])}[/bold]")
@@ -151,13 +150,12 @@ def _tables(diagnosis: Diagnosis) -> list:
         ),
         _table(
             "Optional packages",
-            ("module", "state", "serves", "to install"),
+            ("module", "state", "serves"),
             [
                 (
                     line["module"],
                     "available" if line["available"] else line["error"],
                     line["serves"],
-                    "" if line["available"] else line["install"],
                 )
                 for line in diagnosis.optional
             ],
@@ -180,7 +178,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column, overflow="fold", min_width=_MIN_WIDTHS.get(column))
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     return table
