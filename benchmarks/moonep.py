@@ -1,6 +1,6 @@
 """Step time and slowest rank of a mixture-of-experts layer: MoonEP against Megatron's dispatchers, on CPU with gloo.
 
-    python benchmarks/moonep.py [--ranks 4] [--tokens 512] [--steps 5]
+    python benchmarks/moonep.py [--ranks 4] [--tokens 512] [--steps 5] [--json]
 
 For each routing that the router itself produces: rows of the busiest rank (against a rank's own S*K), the makespan of
 the expert computation (CPU time of the slowest rank, forward), the time of a forward and backward pass by the clock and
@@ -14,11 +14,13 @@ per rank in each pass; on balanced loads that is pure cost, and the last lines s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
 import time
 from types import SimpleNamespace
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="expert-parallel ranks")
     parser.add_argument("--tokens", type=int, default=512, help="tokens per rank (S)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is printed")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -63,29 +66,38 @@ def _rank(rank: int, args: SimpleNamespace, port: int) -> None:
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ranks, expert_tensor_parallel_size=1)
     model_parallel_cuda_manual_seed(1)
-    if rank == 0:
+    talks = rank == 0 and not args.json
+    if talks:
         own = args.tokens * TOPK
         print(f"{args.ranks} ranks, {args.tokens} tokens each, top {TOPK} of {EXPERTS}: S*K = {own} rows per rank")
         heads = f"{'busiest rank':>12} {'experts ms':>10} {'step ms':>8} {'CPU ms':>7} {'slots':>5} {'kept KiB':>8}"
         print(f"{'routing':<12} {'dispatcher':<11} {heads}")
-    steps = {}
+    rows = {}
     for routing in ROUTINGS:
         for dispatcher in DISPATCHERS:
-            rows, experts, step, cpu, slots, kept = _measure(args, routing, dispatcher)
-            steps[routing, dispatcher] = step, cpu
-            if rank == 0:
-                spent = f"{1e3 * experts:>10.1f} {1e3 * step:>8.1f} {1e3 * cpu:>7.1f}"
-                print(f"{routing:<12} {dispatcher:<11} {rows:>12} {spent} {slots:>5} {kept / 1024:>8.0f}", flush=True)
-    if rank == 0:
-        for routing in ROUTINGS:
-            clock, cpu = (a / b for a, b in zip(steps[routing, "moonep"], steps[routing, "alltoall"], strict=True))
+            row = rows[routing, dispatcher] = _measure(args, routing, dispatcher)
+            if talks:
+                spent = f"{row['experts_ms']:>10.1f} {row['step_ms']:>8.1f} {row['cpu_ms']:>7.1f}"
+                counts = f"{row['slots']:>5} {row['kept_bytes'] / 1024:>8.0f}"
+                print(f"{routing:<12} {dispatcher:<11} {row['rows_of_busiest_rank']:>12} {spent} {counts}", flush=True)
+    ratios = {
+        routing: {key: rows[routing, "moonep"][key] / rows[routing, "alltoall"][key] for key in ("step_ms", "cpu_ms")}
+        for routing in ROUTINGS
+    }
+    if talks:
+        for routing, ratio in ratios.items():
+            clock, cpu = ratio["step_ms"], ratio["cpu_ms"]
             print(f"{routing}: MoonEP takes {clock:.2f} times as long as alltoall here, {cpu:.2f} times the CPU time")
+    if rank == 0 and args.json:
+        listing = [{"routing": r, "dispatcher": d, **row} for (r, d), row in rows.items()]
+        report = {"options": vars(args), "rows_per_rank": args.tokens * TOPK, "rows": listing}
+        print(json.dumps({**report, "moonep_over_alltoall": ratios}, indent=2))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> tuple[int, float, float, float, int, int]:
-    """Rows of the busiest rank; seconds of experts, step, step in CPU time; slots; bytes kept for the backward pass."""
+def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> dict[str, Any]:
+    """One row of the table, of the rank that has most."""
     layer = _layer(args, routing, dispatcher)
     meter = _Meter()
     torch.manual_seed(100 + dist.get_rank())
@@ -107,7 +119,14 @@ def _measure(args: SimpleNamespace, routing: str, dispatcher: str) -> tuple[int,
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     slots = int(layer.report.slots_anywhere) if dispatcher.startswith("moonep") else 0
     rows, experts, step, cpu, kept = worst.tolist()
-    return int(rows), experts, step, cpu, slots, int(kept)
+    return {
+        "rows_of_busiest_rank": int(rows),
+        "experts_ms": 1e3 * experts,
+        "step_ms": 1e3 * step,
+        "cpu_ms": 1e3 * cpu,
+        "slots": slots,
+        "kept_bytes": int(kept),
+    }
 
 
 def _kept(layer: LatentMoELayer, x: torch.Tensor) -> int:

@@ -1,24 +1,27 @@
 """What orthogonalisation costs on sharded momentum: elements received, balance of the work, step time, extra memory.
 
-    python benchmarks/muon_p2p.py [--ranks 4] [--steps 5] [--hidden 512]
+    python benchmarks/muon_p2p.py [--ranks 4] [--steps 5] [--hidden 512] [--json]
 
 First part, counted on Megatron's own bucket layouts for D data-parallel ranks: the elements that a rank receives in a
-step beyond AdamW's reduce-scatter and all-gather (mean and most), and how uneven the Newton-Schulz work is (the busiest
-rank over the mean). "all-gather" collects the whole buffer on every rank; "layer-wise" is Megatron's layout in which no
-parameter crosses a shard: nothing travels for Newton-Schulz, but every collective carries the padding that this takes,
-and optimizer states are as uneven as the work. Second part, timed on gloo ranks that share this machine's cores and
-exchange through memory: it shows what a step does, not how fast a cluster would be.
+step beyond AdamW's reduce-scatter and all-gather (mean and most), and how uneven the Newton-Schulz work is: the busiest
+rank over the mean, and the least that this can be for any choice of owners among the holders, because of the largest
+matrix and of the matrices that lie whole on one rank. "all-gather" collects the whole buffer on every rank;
+"layer-wise" is Megatron's layout in which no parameter crosses a shard: nothing travels for Newton-Schulz, but every
+collective carries the padding that this takes, and optimizer states are as uneven as the work. Second part, timed on
+gloo ranks that share this machine's cores and exchange through memory: it shows what a step does, not how fast a
+cluster would be.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +49,7 @@ from megatron.training.training import wrap_model_chunks_with_ddp  # noqa: E402
 
 from k3_plugins.models.kimi_k3.layer_specs import block_spec  # noqa: E402
 from k3_plugins.optimizer.per_head_muon.megatron_optimizer import build  # noqa: E402
-from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, view  # noqa: E402
+from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, least_busiest, view  # noqa: E402
 from k3_plugins.optimizer.per_head_muon.settings import MOONLIGHT, MuonSettings  # noqa: E402
 from k3_plugins.optimizer.per_head_muon.splits import Split, matrices, whole  # noqa: E402
 from tests.distributed.optimizer.per_head_muon.allocations import Allocations  # noqa: E402
@@ -103,8 +106,8 @@ def k3_chunk() -> Weights:
     return weights
 
 
-def plans(weights: Weights, ranks: int, bucket: int | None, heads: bool, rule: str) -> tuple[list[int], list[int], int]:
-    """(elements received, Newton-Schulz cost) by rank, and the number of matrices that are cut."""
+def plans(weights: Weights, ranks: int, bucket: int | None, heads: bool, rule: str) -> dict[str, Any]:
+    """One row of the first part."""
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _, shape, _ in weights]
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
         params, bucket, ranks, DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -121,11 +124,18 @@ def plans(weights: Weights, ranks: int, bucket: int | None, heads: bool, rule: s
         plan = view(assignments, Place(0, rank))
         received.append(plan.elements_received)
         costs.append(sum(a.matrix.cost for a in (*plan.local, *plan.owned)))
-    return received, costs, sum(not a.local for a in assignments)
+    mean = sum(costs) / ranks
+    return {
+        "mean_received": sum(received) / ranks,
+        "most_received": max(received),
+        "cut": sum(not a.local for a in assignments),
+        "busiest": max(costs) / mean,
+        "least": max(1.0, least_busiest(assignments) / mean),
+    }
 
 
-def layer_wise(weights: Weights, ranks: int) -> tuple[float, list[int]]:
-    """(elements of padding that every rank receives in the two collectives, Newton-Schulz cost by rank)."""
+def layer_wise(weights: Weights, ranks: int) -> dict[str, Any]:
+    """One row: what every rank receives is the padding in the two collectives."""
     named = [(name, shape, split) for name, shape, split in weights if split is not None]
     params = [torch.nn.Parameter(torch.empty(shape, device="meta")) for _, shape, _ in named]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -137,34 +147,48 @@ def layer_wise(weights: Weights, ranks: int) -> tuple[float, list[int]]:
         # Megatron's Muon splits query, key and value only, and takes them whole.
         costs[(start - low) // shard] += sum(m.cost for m in matrices(name, split.without_heads(), shape, None, 1)[0])
     padding = high - low - sum(param.numel() for param in params)
-    return 2 * padding * (ranks - 1) / ranks, costs
+    received = 2 * padding * (ranks - 1) / ranks
+    return {"mean_received": received, "most_received": received, "cut": 0, "busiest": max(costs) * ranks / sum(costs)}
 
 
-def count() -> None:
-    """The first part."""
+def count(table: bool = True) -> list[dict[str, Any]]:
+    """The first part: one row for every model, number of ranks and method, printed as it is counted."""
+    rows = []
     for title, weights in (("4 layers of a dense 8B model", dense_8b()), ("4 layers of K3", k3_chunk())):
         total = sum(torch.Size(shape).numel() for _, shape, _ in weights)
-        print(f"\n{title}: {total / MILLION:.0f} M elements. Received per rank and step, in M elements:")
-        print(f"{'D':>4} {'method':<42} {'mean':>8} {'most':>8} {'cut':>5} {'busiest/mean':>13}")
+        if table:
+            print(f"\n{title}: {total / MILLION:.0f} M elements. Received per rank and step, in M elements:")
+            print(f"{'D':>4} {'method':<42} {'mean':>8} {'most':>8} {'cut':>5} {'busiest/mean':>13} {'least':>6}")
         for ranks in (8, 32, 128):
-            everything = total * (ranks - 1) / ranks
-            print(
-                f"{ranks:>4} {'all-gather of the buffer':<42} {everything / MILLION:>8.1f} {everything / MILLION:>8.1f}"
-            )
-            for label, bucket, heads, rule in (
-                ("peer to peer, per head, balanced", None, True, "balanced"),
-                ("peer to peer, per head, largest piece", None, True, "largest-piece"),
-                ("peer to peer, whole matrices, balanced", None, False, "balanced"),
-                ("peer to peer, per head, 40 M buckets", 40_000_000, True, "balanced"),
-            ):
-                received, costs, cut = plans(weights, ranks, bucket, heads, rule)
-                mean, most = sum(received) / ranks / MILLION, max(received) / MILLION
-                uneven = max(costs) * ranks / sum(costs)
-                print(f"{ranks:>4} {label:<42} {mean:>8.2f} {most:>8.2f} {cut:>5} {uneven:>13.2f}")
-            padding, costs = layer_wise(weights, ranks)
-            uneven = max(costs) * ranks / sum(costs)
-            label = "layer-wise, padding of both collectives"
-            print(f"{ranks:>4} {label:<42} {padding / MILLION:>8.2f} {padding / MILLION:>8.2f} {0:>5} {uneven:>13.2f}")
+            for method, found in _methods(weights, total, ranks):
+                rows.append({"model": title, "elements": total, "ranks": ranks, "method": method, **found})
+                if table:
+                    print(_line(rows[-1]), flush=True)
+    return rows
+
+
+def _methods(weights: Weights, total: int, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    everything = total * (ranks - 1) / ranks
+    yield "all-gather of the buffer", {"mean_received": everything, "most_received": everything}
+    for label, bucket, heads, rule in (
+        ("peer to peer, per head, balanced", None, True, "balanced"),
+        ("peer to peer, per head, largest piece", None, True, "largest-piece"),
+        ("peer to peer, whole matrices, balanced", None, False, "balanced"),
+        ("peer to peer, whole, largest piece", None, False, "largest-piece"),
+        ("peer to peer, per head, 40 M buckets", 40_000_000, True, "balanced"),
+        ("the same, largest piece", 40_000_000, True, "largest-piece"),
+    ):
+        yield label, plans(weights, ranks, bucket, heads, rule)
+    yield "layer-wise, padding of both collectives", layer_wise(weights, ranks)
+
+
+def _line(row: dict[str, Any]) -> str:
+    numbers = f"{row['mean_received'] / MILLION:>8.2f} {row['most_received'] / MILLION:>8.2f}"
+    if "busiest" in row:
+        numbers += f" {row['cut']:>5} {row['busiest']:>13.2f}"
+    if "least" in row:
+        numbers += f" {row['least']:>6.2f}"
+    return f"{row['ranks']:>4} {row['method']:<42} {numbers}"
 
 
 def main() -> None:
@@ -173,34 +197,45 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4, help="gloo ranks of the timed part; 0 leaves it out")
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is printed")
     parser.add_argument("--hidden", type=int, default=512, help="width of the timed model of 4 layers")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     args = parser.parse_args()
-    count()
+    counted, timed = count(table=not args.json), []
     if args.ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        mp.start_processes(_rank, (args, port), nprocs=args.ranks, start_method="fork")
+        rows = mp.get_context("fork").SimpleQueue()
+        mp.start_processes(_rank, (args, port, rows), nprocs=args.ranks, start_method="fork")
+        timed = rows.get()
+    if args.json:
+        print(json.dumps({"options": vars(args), "counted": counted, "timed": timed}, indent=2))
 
 
-def _rank(rank: int, args: SimpleNamespace, port: int) -> None:
+def _rank(rank: int, args: SimpleNamespace, port: int, rows: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=args.ranks)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
-    if rank == 0:
+    if rank == 0 and not args.json:
         print(f"\n{args.ranks} gloo ranks, 4 layers, hidden {args.hidden}: optimizer step of the slowest rank")
         print(f"{'optimizer':<24} {'ms':>8} {'received M':>11} {'extra MB':>9} {'largest MB':>11} {'states MB':>10}")
+    found = []
     for name in ("adamw", "per-head-muon", "per-head-muon, 1 a batch", "layer-wise muon"):
-        numbers = torch.tensor(_measure(args, name))
+        row = _measure(args, name)
+        numbers = torch.tensor(list(row.values()), dtype=torch.float64)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        if rank == 0:
-            ms, received, peak, largest, states = numbers.tolist()
+        found.append({"optimizer": name, **dict(zip(row, numbers.tolist(), strict=True))})
+        if rank == 0 and not args.json:
+            ms, *counts = numbers.tolist()
+            received, peak, largest, states = (value / MILLION for value in counts)
             print(f"{name:<24} {ms:>8.1f} {received:>11.3f} {peak:>9.2f} {largest:>11.2f} {states:>10.2f}", flush=True)
+    if rank == 0:
+        rows.put(found)
     dist.destroy_process_group()
 
 
-def _measure(args: SimpleNamespace, name: str) -> Sequence[float]:
-    """Median ms of a step; M elements received for Newton-Schulz; peak and largest extra MB; MB of states."""
+def _measure(args: SimpleNamespace, name: str) -> dict[str, float]:
+    """One row of the second part, of this rank; memory is what the step allocates beyond what was there before."""
     layer_wise_muon = name == "layer-wise muon"
     chunk = _chunk(args, layer_wise_muon)
     config = OptimizerConfig(
@@ -240,7 +275,13 @@ def _measure(args: SimpleNamespace, name: str) -> Sequence[float]:
             states += sum(t.nbytes for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor))
             if hasattr(inner, "exchange"):
                 received += inner.exchange.elements_received / inner.steps
-    return statistics.median(times), received / MILLION, meter.peak / MILLION, meter.largest / MILLION, states / MILLION
+    return {
+        "step_ms": statistics.median(times),
+        "elements_received": received,
+        "peak_extra_bytes": meter.peak,
+        "largest_extra_bytes": meter.largest,
+        "state_bytes": states,
+    }
 
 
 def _per_head(config: OptimizerConfig, chunk: Any, settings: MuonSettings) -> Any:

@@ -22,8 +22,8 @@ class PerHeadMuonConfig:
     """Final learning rate of the parameters that AdamW updates; by default --min-lr times --muon-adamw-lr / --lr."""
 
     muon_owner: Literal["balanced", "largest-piece"] = "balanced"
-    """Which of the ranks that hold a piece of a matrix orthogonalises it: the one with the least work so far, or the
-    one with the largest piece, which moves the fewest elements."""
+    """Which of the ranks that hold a piece of a matrix orthogonalises it: the one with the least work so far (unless
+    the busiest rank has no less work by that), or the one with the largest piece, which moves the fewest elements."""
 
     muon_batch_elements: int = 2**26
     """Matrices of equal shape are orthogonalised together, up to this many elements at a time (at least one matrix).
