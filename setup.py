@@ -30,6 +30,8 @@ setup(
         "kda": ["fla-core==0.6.0"],
         "moonep": ["numba==0.68.1"],
         "muon": ["emerging-optimizers==0.3.0"],
+        # The last two are needs that nvidia-modelopt does not declare.
+        "qat": ["nvidia-modelopt==0.47.0", "requests==2.34.2", "huggingface-hub==2.4.0"],
         "data": [
             "sentencepiece==0.2.3",
             "tokenizers==0.23.3",
@@ -48,6 +50,9 @@ setup(
             "safetensors==0.8.0",
             "transformers==5.24.0",
             "fla-core==0.6.0",
+            "nvidia-modelopt==0.47.0",
+            "requests==2.34.2",
+            "huggingface-hub==2.4.0",
         ],
     },
     entry_points={
