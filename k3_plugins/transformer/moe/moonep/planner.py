@@ -86,9 +86,14 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(0, no_dip=True, forced=True, from_all=True, largest=True, top=True),
     Variant(0, from_all=True, smallest_gap=True, joint=True),
     Variant(1, from_all=True, largest=True, smallest_gap=True, joint=True, whole=True),
+    # One huge expert makes the bound small, while several empty ranks must share what is left.
+    Variant(2, forced=True),
+    Variant(3, forced=True),
     # What remains are packings that no rule of thumb finds: several gaps in one expert, or the largest experts in
     # groups of nearly equal sums. A draw finds one in some per cent of the cases.
+    Variant(1, forced=True, from_all=True, joint=True),
     *(Variant(0, joint=True, salt=salt) for salt in range(1, 65)),
+    *(Variant(0, joint=True, from_all=True, salt=salt) for salt in range(65, 97)),
 )
 # Above this many cells (E * R) only the first variant is tried: the others rarely win there, and time matters.
 LARGE_CELLS = 4096

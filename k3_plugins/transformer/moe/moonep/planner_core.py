@@ -228,7 +228,7 @@ def _joint(
     """Share the largest experts out among all g ranks that need ``p`` pieces, in p rounds, and take ``rank``'s share.
 
     In each round the neediest rank gets the largest of the next g experts, and so on; with a salt, needs are blurred by
-    an eighth of a piece. False if there is only this rank,
+    up to a piece, a half, a quarter or an eighth of one, as the salt says. False if there is only this rank,
     or if its share does not fill the gap; else its share is in ``work``, largest first.
     """
     ranks = len(spare)
@@ -241,7 +241,7 @@ def _joint(
     if group < 2 or group * p > count:
         return False
     outside = taken.copy()
-    blur = max(-spare[rank] // p // 8 + 1, 1)
+    blur = -spare[rank] // p // (1 << salt % 4) + 1
     held = 0
     for turn in range(p):
         for i in range(group):

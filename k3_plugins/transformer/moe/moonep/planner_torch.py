@@ -238,7 +238,7 @@ class _Filler:
         member = -self.spare > enough
         group = member.sum(1, keepdim=True)
         need = -self.spare
-        blur = torch.where(self.salt > 0, (gap // p // 8 + 1).clamp(min=1), 1)
+        blur = torch.where(self.salt > 0, gap // p // 2 ** (self.salt % 4) + 1, 1)
         left, amount = gap, torch.zeros_like(pool)
         for turn in range(self.m):
             value = need + _mixed(self.salt, turn, self.ranks) % blur
