@@ -7,8 +7,8 @@ import pytest
 
 from k3_plugins import features, manifest
 from k3_plugins.feature import FeatureError, verify
-from k3_plugins.post_training.mxfp4_qat import formats
 from k3_plugins.post_training.mxfp4_qat import feature as module
+from k3_plugins.post_training.mxfp4_qat import formats
 from k3_plugins.post_training.mxfp4_qat.config import MXFP4QATConfig
 
 pytest.importorskip("modelopt.torch.quantization")
