@@ -1,6 +1,7 @@
 """Flags of the feature `activation-manager`. Imports neither torch nor megatron."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,22 @@ class ActivationManagerConfig:
     activation_host_pool_mib: float | None = None
     """Most MiB of host buffers in use at a time on this rank; a step that needs more ends with an error. No limit by
     default."""
+
+    activation_remote_protocol: Literal["tcp", "rdma"] = "tcp"
+    """How remote activations travel between ranks."""
+
+    activation_remote_host: str | None = None
+    """Address at which other ranks reach this machine for remote activations; by default the one on the way to
+    MASTER_ADDR."""
+
+    activation_remote_timeout: int = 5
+    """Seconds after which a rank that does not answer a transfer counts as lost, 1 to 10."""
+
+    activation_remote_headroom: float = 0.1
+    """Share of a loan that lenders reserve on top of what the first step needed, for micro-batches that need more."""
+
+    activation_remote_checksum: bool = False
+    """Compare a checksum of every remote tensor when it comes back (for debugging; costs time)."""
 
     activation_report: str | None = None
     """Folder in which every rank writes what its activations cost, for python -m k3_plugins.memory.report."""

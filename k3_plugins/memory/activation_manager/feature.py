@@ -62,7 +62,7 @@ class ActivationManagerFeature:
     changes_parameters = False
 
     def patches(self) -> Sequence[Patch]:
-        """Where the model is complete, and the metrics."""
+        """Where the model is complete, where a step fails, and the metrics."""
         return (
             Patch(
                 id="activation-manager.attach",
@@ -73,6 +73,15 @@ class ActivationManagerFeature:
                 reason="pre_wrap_hooks belong to the model config that the user's script makes; this is the first call"
                 " that gets every chunk of the model in training",
                 remove_when="pretrain calls a hook with the model it built",
+            ),
+            Patch(
+                id="activation-manager.failure",
+                target="megatron.training.training:train_step",
+                kind=PatchKind.WRAP,
+                implementation=training.explain_failures,
+                feature=self.name,
+                reason="a rank whose lender died fails in the collective it is in; nothing else sees that exception",
+                remove_when="train calls a hook with the exception that ends it",
             ),
             Patch(
                 id="activation-manager.metrics",
@@ -93,12 +102,8 @@ class ActivationManagerFeature:
                 " from --k3-plugins"
             )
         rules = parse_rules(config.activation_policy)
-        for rule in rules:
-            if rule.policy.place == "remote":
-                raise FeatureError(
-                    f"--activation-policy: rule {str(rule)!r}: there is no lender of remote memory in this version;"
-                    " write cpu"
-                )
+        if any(rule.policy.place == "remote" for rule in rules):
+            self._check_remote(args, config)
         if config.activation_min_bytes < 0:
             raise FeatureError(f"--activation-min-bytes {config.activation_min_bytes} must be at least 0")
         if config.activation_host_pool_mib is not None and not config.activation_host_pool_mib > 0:
@@ -108,12 +113,29 @@ class ActivationManagerFeature:
                 flag = TYPED.get(field, f"--{field.replace('_', '-')}")
                 raise FeatureError(f"{flag} cannot be combined with activation-manager: {advice}")
 
+    def _check_remote(self, args: Namespace, config: ActivationManagerConfig) -> None:
+        from k3_plugins.memory.remote.engine import load
+
+        if args.pipeline_model_parallel_size < 2:
+            raise FeatureError(
+                f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: policy remote levels the memory"
+                " of pipeline ranks and needs at least 2; write cpu"
+            )
+        if not 1 <= config.activation_remote_timeout <= 10:
+            raise FeatureError(
+                f"--activation-remote-timeout {config.activation_remote_timeout} must be 1 to 10 seconds"
+            )
+        if not 0 <= config.activation_remote_headroom <= 10:
+            raise FeatureError(f"--activation-remote-headroom {config.activation_remote_headroom} must be 0 to 10")
+        load()
+
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """Every chunk's passes were recorded, every rule matched something on some rank, and nothing is left over."""
         manager = training.RUNTIME.manager
         if manager is None:
             return Witness("not attached to the model", ok=False)
-        idle = training.idle_rules(manager)  # a collective: on every rank
+        idle = training.idle_rules(manager)  # collectives: on every rank
+        lending = training.start_lending(manager, args)
         totals = manager.bytes_by_policy()
         stored = ", ".join(f"{policy} {totals[policy] / MIB:.2f} MiB" for policy in sorted(totals))
         left = manager.pool.used
@@ -126,7 +148,7 @@ class ActivationManagerFeature:
         return Witness(
             summary="; ".join(problems)
             or f"per micro-batch: {stored}; peak on the device {manager.ledger.peak / MIB:.2f} MiB, host buffers"
-            f" {manager.pool.peak / MIB:.2f} MiB",
+            f" {manager.pool.peak / MIB:.2f} MiB{f'; {lending.describe()}' if lending else ''}",
             ok=not problems,
             details={
                 "bytes_by_policy": totals,

@@ -45,6 +45,11 @@ class Ledger:
         self._note_peak()
 
     @property
+    def held(self) -> int:
+        """Device bytes now without what has come back for the backward pass."""
+        return self._held_bytes
+
+    @property
     def current(self) -> int:
         """Device bytes now."""
         for key in [key for key, (storage, _) in self._restored.items() if storage.expired()]:

@@ -12,7 +12,8 @@ backward pass
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from k3_plugins.memory.policy import Policy
 
 if TYPE_CHECKING:
     from k3_plugins.memory.activation_manager.rules import Rule
+    from k3_plugins.memory.remote.carrier import RemoteCarrier
 
 
 class ActivationManager:
@@ -41,7 +43,6 @@ class ActivationManager:
         smallest: tensors of fewer bytes stay where they are.
         pool_limit: most bytes of host buffers in use; None for no limit.
         random: the generators that the model draws from; torch's by default.
-        remote: carrier to other ranks; None if no rule may use it.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class ActivationManager:
         smallest: int = 0,
         pool_limit: int | None = None,
         random: RandomStates | None = None,
-        remote: Carrier | None = None,
     ) -> None:
         self.rules = RuleBook(tuple(rules))
         self.smallest = smallest
@@ -59,7 +59,10 @@ class ActivationManager:
         self.ledger = Ledger()
         self.blocked = Blocked()
         self.random = random or TorchRandomStates()
-        self.remote = remote
+        self.remote: RemoteCarrier | None = None
+        """Set when the plan of loans is made."""
+        self.level = 0
+        """Device bytes above which remote tensors leave this rank."""
         self.recording: Recording | None = None
         self.rows: dict[int, list[Row]] = {}
         """By model chunk: what its last forward pass stored."""
@@ -96,9 +99,35 @@ class ActivationManager:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, restore)
 
+    @contextmanager
+    def remote_layer(self, stored: int, original: int, label: str) -> Iterator[bool]:
+        """Around the storing of a layer's remote tensors: whether they leave this rank.
+
+        Before the plan is made (in the first step) they wait in host buffers. Then they leave if this rank would be
+        above its level with them.
+
+        Args:
+            stored: bytes that they take in the form of their policies.
+            original: bytes that they take now.
+        """
+        if self.remote is None:
+            yield True
+        elif not stored or self.ledger.held - original + stored <= self.level:
+            yield False
+        else:
+            self.remote.open_stretch(stored, label)
+            try:
+                yield True
+            finally:
+                self.remote.close_stretch()
+
     def store(self, source: Tensor, policy: Policy, origin: torch.UntypedStorage, name: str) -> Stored:
         """Put values where the policy says."""
-        carrier = {"device": None, "cpu": self._host_carrier(source.device), "remote": self.remote}[policy.place]
+        carrier: Carrier | None = None
+        if policy.place == "remote" and self.remote is not None:
+            carrier = self.remote
+        elif policy.place != "device":
+            carrier = self._host_carrier(source.device)
         return Stored(source, coded=policy.coded, carrier=carrier, ledger=self.ledger, origin=origin, name=name)
 
     def _host_carrier(self, device: torch.device) -> Carrier:

@@ -36,6 +36,7 @@ def write_record(folder: str, manager: ActivationManager, args: Any, iteration: 
         "blocked_seconds": manager.blocked.seconds,
         "blocked_waits": manager.blocked.waits,
         "passes": manager.passes,
+        "remote": _remote(manager),
         "chunks": [
             {"chunk": number, "rows": [asdict(row) for row in rows]} for number, rows in sorted(manager.rows.items())
         ],
@@ -49,6 +50,22 @@ def write_record(folder: str, manager: ActivationManager, args: Any, iteration: 
     except OSError as error:
         raise FeatureError(f"--activation-report {folder}: {error}; name a folder that can be written") from error
     return path
+
+
+def _remote(manager: ActivationManager) -> dict[str, Any] | None:
+    carrier = manager.remote
+    if carrier is None:
+        return None
+    return {
+        "level": manager.level,
+        "sent_bytes": carrier.sent_bytes,
+        "fetched_bytes": carrier.fetched_bytes,
+        "blocked_seconds": carrier.blocked.seconds,
+        "leases": [
+            {"lender": lease.lender, "nbytes": lease.region.nbytes, "peak": lease.region.peak}
+            for lease in carrier.leases
+        ],
+    }
 
 
 def read_records(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

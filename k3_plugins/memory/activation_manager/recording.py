@@ -29,7 +29,8 @@ from k3_plugins.memory.activation_manager.saved import (
 from k3_plugins.memory.activation_manager.span import Span, View, flat_span, packed_stride
 from k3_plugins.memory.activation_manager.stored import Rebuilt, Stored
 from k3_plugins.memory.annotation import Annotation
-from k3_plugins.memory.policy import FP8_BLOCK, Policy
+from k3_plugins.memory.policy import FP8_BLOCK, Policy, coded_bytes
+from k3_plugins.memory.remote.region import ALIGNMENT
 
 if TYPE_CHECKING:
     from k3_plugins.memory.activation_manager.manager import ActivationManager
@@ -76,6 +77,38 @@ class _Decision:
     policy: Policy
     tag: _Tag | None
     codable: bool
+
+
+@dataclass
+class _Place:
+    """The part of a storage that serves a saved tensor."""
+
+    decision: _Decision
+    policy: Policy
+    key: tuple[Any, ...]
+    """The same for all tensors that it serves."""
+    start: int
+    length: int | None
+    """Elements from `start`; None for a copy without gaps of the tensor alone."""
+    nbytes: int
+
+    def source(self) -> Tensor:
+        """The elements, one-dimensional."""
+        saved = self.decision.saved
+        if self.length is not None:
+            return flat_span(saved.tensor, self.start, self.length)
+        view = saved.view
+        packed = torch.empty_strided(
+            view.size, packed_stride(view.size, view.stride), dtype=view.dtype, device=saved.tensor.device
+        )
+        return flat_span(packed.copy_(saved.tensor), 0, view.count)
+
+    @property
+    def aligned_bytes(self) -> int:
+        """Room that it takes at a lender."""
+        count = self.nbytes // self.decision.saved.view.dtype.itemsize
+        nbytes = coded_bytes(count) if self.policy.coded else self.nbytes
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass
@@ -127,14 +160,21 @@ class Recording:
         pending = [saved for reference in group.saved if (saved := reference()) is not None]
         group.saved.clear()
         decisions = [self._decide(saved) for saved in pending if self._settled(saved)]
-        decisions.sort(key=lambda decision: (decision.policy is Policy.RECOMPUTE, decision.policy.coded))
-        shares = _shares(decisions)
+        self._policies.update({decision.saved.span: decision.policy for decision in decisions})
+        to_store = [decision for decision in decisions if decision.policy is not Policy.RECOMPUTE]
         for decision in decisions:
-            self._policies[decision.saved.span] = decision.policy
             if decision.policy is Policy.RECOMPUTE:
-                self._drop(decision, shares)
-            else:
-                self._store(decision, shares)
+                self._drop(decision, to_store)
+        # exact forms first: they serve those who would take rounded values too
+        to_store.sort(key=lambda decision: decision.policy.coded)
+        shares = _shares(to_store)
+        places = [self._place(decision, shares) for decision in to_store]
+        remote = [place for place in places if place.policy.place == "remote"]
+        for place in places:
+            if place.policy.place != "remote":
+                self._store(place)
+        if remote:
+            self._store_remote(remote)
         # recipes hold their arguments: they are of no use once the layer is done
         self._tags = {key: tag for key, tag in self._tags.items() if tag.annotation.recompute is None}
 
@@ -190,41 +230,52 @@ class Recording:
             )
         )
 
-    def _store(self, decision: _Decision, shares: dict[int, int]) -> None:
-        saved, policy = decision.saved, decision.policy
-        storage, nbytes = saved.tensor.untyped_storage(), saved.view.count * saved.view.dtype.itemsize
+    def _place(self, decision: _Decision, shares: dict[int, int]) -> _Place:
+        """Which part of its storage serves a tensor."""
+        view, storage = decision.saved.view, decision.saved.tensor.untyped_storage()
+        itemsize = view.dtype.itemsize
+        if not view.has_gaps:
+            start, length = view.offset, view.extent
+        elif shares[storage._cdata] * 5 >= storage.nbytes() * 4:
+            start, length = 0, storage.nbytes() // itemsize
+        else:
+            start, length = view.offset, None
+        key = (storage._cdata, start, length, view.dtype, decision.saved.version)
+        if length is None:
+            key += (view.size, view.stride)
+        nbytes = (view.count if length is None else length) * itemsize
+        return _Place(decision, decision.policy, key, start, length, nbytes)
+
+    def _store(self, place: _Place) -> None:
+        saved, policy = place.decision.saved, place.policy
+        storage = saved.tensor.untyped_storage()
         if policy is Policy.KEEP:
             if storage._cdata not in self._kept:
                 self._kept[storage._cdata] = StorageWeakRef(storage)
-                self._row(decision, policy, storage.nbytes(), storage.nbytes())
+                self._row(place.decision, policy, storage.nbytes(), storage.nbytes())
             return
-        whole = saved.view.has_gaps and shares[storage._cdata] * 5 >= storage.nbytes() * 4
-        if whole:
-            start, length = 0, storage.nbytes() // saved.view.dtype.itemsize
-        elif saved.view.has_gaps:
-            start, length = saved.view.offset, -1
-        else:
-            start, length = saved.view.offset, saved.view.extent
-        key = (storage._cdata, start, length, saved.view.dtype, saved.version)
-        if length < 0:
-            key += (saved.view.size, saved.view.stride)
-            saved.view = View(saved.view.size, packed_stride(saved.view.size, saved.view.stride), 0, saved.view.dtype)
-        form = self._existing(key, policy)
+        form = self._existing(place.key, policy)
         if form is None:
-            if length < 0:
-                source = torch.empty_strided(
-                    saved.view.size, saved.view.stride, dtype=saved.view.dtype, device=saved.tensor.device
-                ).copy_(saved.tensor)
-                source, nbytes = flat_span(source, 0, saved.view.count), nbytes
-            else:
-                source = flat_span(saved.tensor, start, length)
-                nbytes = length * saved.view.dtype.itemsize
-            name = f"{decision.name} ({saved.group.label})"
-            form = self.manager.store(source, policy, storage, name)
-            self._forms[(*key, policy.coded)] = weakref.ref(form)
-            self._row(decision, policy, nbytes, form.nbytes)
+            form = self.manager.store(place.source(), policy, storage, f"{place.decision.name} ({saved.group.label})")
+            self._forms[(*place.key, policy.coded)] = weakref.ref(form)
+            self._row(place.decision, policy, place.nbytes, form.nbytes)
         saved.group.stored.append(weakref.ref(form))
-        saved.become(form, 0 if length < 0 else start)
+        if place.length is None:
+            view = saved.view
+            saved.view = View(view.size, packed_stride(view.size, view.stride), 0, view.dtype)
+        saved.become(form, 0 if place.length is None else place.start)
+
+    def _store_remote(self, places: list[_Place]) -> None:
+        """All of a layer goes to a lender, or stays: as the plan's level says."""
+        fresh = {place.key: place for place in places if self._existing(place.key, place.policy) is None}
+        stored = sum(place.aligned_bytes for place in fresh.values())
+        with self.manager.remote_layer(
+            stored, sum(place.nbytes for place in fresh.values()), self.group.label
+        ) as leaves:
+            for place in places:
+                if not leaves:
+                    place.policy = Policy.FP8 if place.policy.coded else Policy.KEEP
+                self._store(place)
 
     def _existing(self, key: tuple[Any, ...], policy: Policy) -> Stored | None:
         """The same elements stored before in this pass: exactly, or rounded if that is allowed here too."""
@@ -236,7 +287,8 @@ class Recording:
 
     # -- recomputation ---------------------------------------------------------------------------------------------
 
-    def _drop(self, decision: _Decision, shares: dict[int, int]) -> None:
+    def _drop(self, decision: _Decision, to_store: list[_Decision]) -> None:
+        """Let go of a tensor that can be computed again; what it is computed from joins those to store."""
         saved, tag = decision.saved, decision.tag
         if tag.version != saved.version:
             raise ActivationError(
@@ -248,30 +300,28 @@ class Recording:
         form = reference() if reference is not None else None
         if form is None:
             function, *arguments = tag.annotation.recompute
-            stored = [self._argument(argument, decision, shares) for argument in arguments]
+            stored = [self._argument(argument, decision, to_store) for argument in arguments]
             form = Rebuilt(function, stored, restore, tag.view, f"{decision.name} ({saved.group.label})")
             form.origin = StorageWeakRef(saved.tensor.untyped_storage())
             self._forms[key] = weakref.ref(form)
             self._row(decision, Policy.RECOMPUTE, saved.view.count * saved.view.dtype.itemsize, 0)
         saved.become(form, tag.view.offset)
 
-    def _argument(self, argument: Any, decision: _Decision, shares: dict[int, int]) -> Any:
-        """Store a tensor argument of a recipe by the policy under which its elements were saved, if they were."""
+    def _argument(self, argument: Any, decision: _Decision, to_store: list[_Decision]) -> Any:
+        """What a recipe keeps of an argument; a tensor has the policy under which its elements were saved, if any."""
         if not isinstance(argument, Tensor):
             return argument
-        packed = self.pack(argument)
-        if not isinstance(packed, Saved):
-            return packed
-        self.group.saved.pop()
-        packed.group = decision.saved.group
-        packed.scope = decision.tag.scope
-        inner = self._decide(packed)
-        inner.policy = self._policies.get(packed.span, inner.policy)
-        shares[packed.tensor.untyped_storage()._cdata] += packed.view.count * packed.view.dtype.itemsize
-        if inner.policy is Policy.RECOMPUTE and inner.tag is not None and inner.tag.annotation.recompute is not None:
-            self._drop(inner, shares)
-        elif inner.policy is not Policy.RECOMPUTE:
-            self._store(inner, shares)
+        packed = saved_or_parameter(
+            argument, decision.tag.scope, decision.saved.group, self.manager.ledger, self.parameters
+        )
+        if isinstance(packed, Saved):
+            inner = self._decide(packed)
+            inner.policy = self._policies.get(packed.span, inner.policy)
+            rebuildable = inner.tag is not None and inner.tag.annotation.recompute is not None
+            if inner.policy is not Policy.RECOMPUTE:
+                to_store.append(inner)
+            elif rebuildable:
+                self._drop(inner, to_store)
         return packed
 
     # -- the end of the pass ---------------------------------------------------------------------------------------
@@ -289,7 +339,7 @@ def _shares(decisions: Iterable[_Decision]) -> dict[int, int]:
     """Bytes of the distinct views that will leave each storage."""
     views: dict[int, dict[View, int]] = defaultdict(dict)
     for decision in decisions:
-        if decision.policy not in (Policy.KEEP, Policy.RECOMPUTE):
+        if decision.policy is not Policy.KEEP:
             view = decision.saved.view
             storage = decision.saved.tensor.untyped_storage()._cdata
             views[storage][view] = view.count * view.dtype.itemsize

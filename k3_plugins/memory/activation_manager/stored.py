@@ -5,6 +5,7 @@ Letters: n elements.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,8 @@ class Stored:
             self._ledger.release(self._held)
         if self._parcel is not None:
             if self._arrival is not None:
-                self._arrival.wait()  # a copy under way must not read a buffer that has found its next user
+                with contextlib.suppress(ActivationError):  # nobody needs the bytes any more
+                    self._arrival.wait()  # a copy under way must not read a buffer that has found its next user
             self._parcel.discard()
 
 

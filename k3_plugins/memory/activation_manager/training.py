@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from k3_plugins.memory.activation_manager.manager import ActivationManager
     from k3_plugins.memory.activation_manager.rules import Rule
     from k3_plugins.memory.activation_manager.sites import Attachment
+    from k3_plugins.memory.remote.lending import Lending
+    from k3_plugins.memory.remote.watch import Watch
 
 
 class _Runtime:
@@ -23,6 +26,8 @@ class _Runtime:
 
     manager: ActivationManager | None = None
     attachments: tuple[Attachment, ...] = ()
+    lending: Lending | None = None
+    watch: Watch | None = None
 
 
 RUNTIME = _Runtime()
@@ -101,6 +106,22 @@ def _on_any_rank(flags: Sequence[bool]) -> list[bool]:
     return [bool(count) for count in counts.tolist()]
 
 
+def explain_failures(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch body for `train_step`: a step that fails while another rank is dying ends with the reason."""
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception:
+            if RUNTIME.watch is not None:
+                traceback.print_exc()
+                RUNTIME.watch.end_with_reason()
+            raise
+
+    return train_step
+
+
 def idle_rules(manager: ActivationManager) -> list[Rule]:
     """Rules that matched nothing on any rank. Collective over all ranks."""
     used = _on_any_rank([hits > 0 for hits in manager.rules.hits])
@@ -119,7 +140,57 @@ def explain_idle(rule: Rule) -> str:
     return text
 
 
-METRICS = ("k3/activation-device-peak-bytes", "k3/activation-host-peak-bytes", "k3/activation-blocked-ms")
+def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
+    """After the first step, where a rule says remote: the plan and the leases. Collective over all ranks."""
+    if all(rule.policy.place != "remote" for rule in manager.rules.rules):
+        return None
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    from k3_plugins import activation
+    from k3_plugins.memory.remote.lending import LendingSettings, arrange
+    from k3_plugins.memory.remote.schedule import Schedule
+    from k3_plugins.memory.remote.watch import Watch
+
+    settings: ActivationManagerConfig = activation.current().config("activation-manager")
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    schedule = Schedule(
+        dist.get_world_size(pipeline),
+        get_num_microbatches(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        args.microbatch_group_size_per_vp_stage,
+    )
+    lending = arrange(
+        schedule,
+        [manager.rows[chunk] for chunk in sorted(manager.rows)],
+        LendingSettings(
+            protocol=settings.activation_remote_protocol,
+            host=settings.activation_remote_host,
+            timeout=settings.activation_remote_timeout,
+            checksums=settings.activation_remote_checksum,
+            headroom=settings.activation_remote_headroom,
+        ),
+        pipeline,
+        report=lambda text: RUNTIME.watch.publish(text),
+        pinned=dist.get_backend() == "nccl" and torch.cuda.is_available(),
+    )
+    manager.remote, manager.level = lending.carrier, lending.plan.levels[lending.place]
+    manager.ledger.reset_peak()
+    store = dist.distributed_c10d._get_default_store().clone()
+    RUNTIME.lending = lending
+    RUNTIME.watch = Watch(store, dist.get_rank(), dist.get_world_size(), lending.partners)
+    RUNTIME.watch.start()
+    return lending
+
+
+METRICS = (
+    "k3/activation-device-peak-bytes",
+    "k3/activation-host-peak-bytes",
+    "k3/activation-remote-sent-bytes",
+    "k3/activation-blocked-ms",
+)
 
 
 def write_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +220,10 @@ def _write(manager: ActivationManager, iteration: int) -> None:
         write_record(args.activation_report, manager, args, iteration)
     if iteration % args.tensorboard_log_interval:
         return
-    values = dict(zip(METRICS, (manager.ledger.peak, manager.pool.peak, manager.blocked.seconds * 1000), strict=True))
+    remote = manager.remote
+    sent = 0 if remote is None else remote.sent_bytes
+    blocked = manager.blocked.seconds + (0 if remote is None else remote.blocked.seconds)
+    values = dict(zip(METRICS, (manager.ledger.peak, manager.pool.peak, sent, blocked * 1000), strict=True))
     if (writer := get_tensorboard_writer()) is not None:
         for name, value in values.items():
             writer.add_scalar(name, value, iteration)

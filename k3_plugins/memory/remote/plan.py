@@ -6,7 +6,10 @@ above the common level keeps what fits below it and sends the rest to lenders:
     at the end of a layer's forward pass: its activations stay if the rank is then not above its level, else they go to
     the first lender with room; when its backward pass is due they come back
 
-so the decision needs no clock, only the order of passes, and the simulation here and the training take the same ones.
+While a rank has pieces back for their backward pass, it holds the layer in use and the next one besides what it kept,
+so a borrower's own level is lower by that.
+
+The decision needs no clock, only the order of passes, and the simulation here and the training take the same ones.
 The level is the lowest at which the lenders' room suffices, found by bisection.
 
 Letters: P pipeline ranks, r a rank. Sizes in bytes.
@@ -53,12 +56,12 @@ class Peaks:
 class Plan:
     """The result."""
 
-    level: int
-    """A rank sends away what would lift it above this."""
+    levels: tuple[int, ...]
+    """By rank: it sends away what would lift it above this."""
     unlevelled: tuple[int, ...]
     """Peak of each rank without loans."""
     levelled: tuple[int, ...]
-    """Peak of each rank with them: its own activations, and the most it holds for others."""
+    """Peak of each rank with them: its own activations, what came back, and the most it holds for others."""
     loans: tuple[Loan, ...] = ()
     peaks: tuple[Peaks, ...] = field(default=(), repr=False)
 
@@ -131,11 +134,14 @@ def _first_with_room(away: Sequence[int], room: Sequence[int] | None, size: int)
     raise ValueError(f"a piece of {size} bytes finds no room at {len(room)} lenders")
 
 
-def make_plan(schedule: Schedule, costs: Sequence[Sequence[ChunkCost]], tolerance: float = 0.005) -> Plan:
+def make_plan(
+    schedule: Schedule, costs: Sequence[Sequence[ChunkCost]], *, fetched: int = 2, tolerance: float = 0.005
+) -> Plan:
     """The lowest level that the lenders' room allows.
 
     Args:
         costs: by rank and model chunk.
+        fetched: pieces that a borrower has back at a time.
         tolerance: of the level, relative.
 
     Raises:
@@ -145,11 +151,11 @@ def make_plan(schedule: Schedule, costs: Sequence[Sequence[ChunkCost]], toleranc
         raise ValueError(f"{schedule.ranks} ranks with {schedule.chunks} chunks each need as many costs")
     unlevelled = tuple(simulate(schedule, rank, costs[rank])[0].own for rank in range(schedule.ranks))
     high, low = max(unlevelled), sum(unlevelled) // schedule.ranks
-    best = _with_level(schedule, costs, unlevelled, high)
+    best = _with_level(schedule, costs, unlevelled, high, fetched)
     assert best is not None, "at the highest peak nobody needs a loan"
     while high - low > max(1, tolerance * high):
         middle = (low + high) // 2
-        plan = _with_level(schedule, costs, unlevelled, middle)
+        plan = _with_level(schedule, costs, unlevelled, middle, fetched)
         if plan is None:
             low = middle
         else:
@@ -158,21 +164,27 @@ def make_plan(schedule: Schedule, costs: Sequence[Sequence[ChunkCost]], toleranc
 
 
 def _with_level(
-    schedule: Schedule, costs: Sequence[Sequence[ChunkCost]], unlevelled: Sequence[int], level: int
+    schedule: Schedule,
+    costs: Sequence[Sequence[ChunkCost]],
+    unlevelled: Sequence[int],
+    level: int,
+    fetched: int,
 ) -> Plan | None:
     """The plan for one level, or None if the room does not suffice."""
     free = {rank: level - peak for rank, peak in enumerate(unlevelled) if peak < level}
     loans: list[Loan] = []
     peaks = [Peaks(peak, 0) for peak in unlevelled]
+    own_levels = [level] * schedule.ranks
     needs = []
     for rank, peak in enumerate(unlevelled):
         if peak > level:
-            peaks[rank] = simulate(schedule, rank, costs[rank], level)[0]
-            if peaks[rank].own > level:  # what must stay is above the level already
+            own_levels[rank] = level - fetched * _largest(costs[rank])
+            peaks[rank] = simulate(schedule, rank, costs[rank], own_levels[rank])[0]
+            if peaks[rank].own > own_levels[rank]:  # what must stay is above the level already
                 return None
             needs.append((peaks[rank].lent_out, rank))
     for need, rank in sorted(needs, reverse=True):
-        largest = max((size for cost in costs[rank] for size in cost.pieces), default=1)
+        largest = _largest(costs[rank])
         own_loans: list[Loan] = []
         for lender in sorted(free, key=lambda other: -free[other]):
             missing = need - sum(loan.nbytes for loan in own_loans)
@@ -181,7 +193,7 @@ def _with_level(
             if missing > 0 and size > 0:
                 own_loans.append(Loan(rank, lender, size))
         try:
-            _, used = simulate(schedule, rank, costs[rank], level, [loan.nbytes for loan in own_loans])
+            _, used = simulate(schedule, rank, costs[rank], own_levels[rank], [loan.nbytes for loan in own_loans])
         except ValueError:
             return None
         own_loans = [Loan(rank, loan.lender, most) for loan, most in zip(own_loans, used, strict=True) if most]
@@ -189,5 +201,9 @@ def _with_level(
             free[loan.lender] -= loan.nbytes
         loans += own_loans
     held = [sum(loan.nbytes for loan in loans if loan.lender == rank) for rank in range(schedule.ranks)]
-    levelled = tuple(peak.own + other for peak, other in zip(peaks, held, strict=True))
-    return Plan(level, tuple(unlevelled), levelled, tuple(loans), tuple(peaks))
+    levelled = tuple(peak.own + other + level - own for peak, other, own in zip(peaks, held, own_levels, strict=True))
+    return Plan(tuple(own_levels), tuple(unlevelled), levelled, tuple(loans), tuple(peaks))
+
+
+def _largest(costs: Sequence[ChunkCost]) -> int:
+    return max((size for cost in costs for size in cost.pieces), default=1)

@@ -59,18 +59,22 @@ def test_peaks_are_level(ranks, chunks, layers):
     if chunks == 1 or ranks >= 4:
         assert max(plan.unlevelled) >= 2 * min(plan.unlevelled)
     assert max(plan.levelled) <= 1.10 * min(plan.levelled), plan
-    # nothing is lost: what is not on the rank is at a lender
+    # nothing is lost: what is not on the rank is at a lender, or has come back
     mean = sum(plan.unlevelled) / ranks
-    assert max(plan.levelled) <= 1.05 * mean + 1000
+    assert max(plan.levelled) <= 1.05 * mean + 3000
 
 
 def test_a_plan_by_hand():
     """P 4, V 2: 11, 9, 7 and 5 micro-batch-chunks; rank 0 lends out 3 to rank 3, rank 1 lends out 1 to rank 2."""
     schedule = Schedule(4, micro_batches=16, chunks=2)
-    plan = make_plan(schedule, uniform(schedule, layers=1))
+    plan = make_plan(schedule, uniform(schedule, layers=1), fetched=0)
     assert plan.unlevelled == (11000, 9000, 7000, 5000)
     assert plan.levelled == (8000, 8000, 8000, 8000)
     assert {(loan.borrower, loan.lender, loan.nbytes) for loan in plan.loans} == {(0, 3, 3000), (1, 2, 1000)}
+    # with two pieces back at a time, which rank 1 would gain nothing from
+    plan = make_plan(schedule, uniform(schedule, layers=1))
+    assert plan.levelled == (9000, 9000, 7000, 9000) and plan.levels[1] - plan.levels[0] == 2000
+    assert {(loan.borrower, loan.lender, loan.nbytes) for loan in plan.loans} == {(0, 3, 4000)}
 
 
 @settings(max_examples=60)
@@ -89,13 +93,12 @@ def test_any_plan_is_sound(data):
     assert not borrowers & lenders and all(loan.nbytes > 0 for loan in plan.loans)
     for rank in range(ranks):
         room = [loan.nbytes for loan in plan.of_borrower(rank)]
-        peaks, used = simulate(schedule, rank, costs[rank], plan.level if room else None, room or None)
+        peaks, used = simulate(schedule, rank, costs[rank], plan.levels[rank] if room else None, room or None)
         assert used == room or not room
-        assert (
-            peaks.own + sum(loan.nbytes for loan in plan.of_lender(rank))
-            == plan.levelled[rank]
-            <= max(plan.level, plan.levelled[rank] if not plan.loans else 0)
-        )
+        assert peaks == plan.peaks[rank]
+        held = sum(loan.nbytes for loan in plan.of_lender(rank))
+        back = max(plan.levels) - plan.levels[rank]
+        assert peaks.own + held + back == plan.levelled[rank]
 
 
 def test_bad_sizes_are_refused():

@@ -1,0 +1,120 @@
+"""Notices a rank that lends or borrows memory and has died or hangs, and ends all ranks with one message.
+
+Every rank counts up a number in the rendezvous store. A partner's number that stands still for too long, or a failed
+transfer, is published there; every rank looks for such news and ends with it. Threads do this while training waits in
+a collective or in a transfer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+from k3_plugins.failure import PREFIX
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+LIMIT = 8.0
+"""Seconds after which a partner's silence counts as its end: well above a pause of the machine."""
+
+_ALIVE = "k3_plugins/activation/alive/{}"
+_NEWS = "k3_plugins/activation/failed"
+_OVER = "k3_plugins/activation/over"
+_STOPPED = "stopped"
+
+
+class Watch:
+    """Of one rank.
+
+    Args:
+        store: torch.distributed's, with a connection of its own.
+        partners: global ranks whose silence is noticed here.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, partners: Collection[int]) -> None:
+        self._store, self._rank, self._partners = store, rank, tuple(partners)
+        self._interval = max(INTERVAL, world_size / 500)  # thousands of ranks ask one server
+        self._stop = threading.Event()
+        self._beat = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._thread = threading.Thread(target=self._run, name="k3_plugins activation watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to count and to look, until the process ends."""
+        self._store.set(_ALIVE.format(self._rank), "0")
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """This rank is about to end as it should: its silence means nothing any more.
+
+        The store may live in rank 0's process, so rank 0 stays until the others have seen that training is over.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        with contextlib.suppress(Exception):  # another rank may have ended first, and the store with it
+            self._store.set(_ALIVE.format(self._rank), _STOPPED)
+            if self._rank == 0:
+                self._store.set(_OVER, "1")
+                time.sleep(2 * self._interval)
+
+    def publish(self, message: str) -> None:
+        """Tell every rank why training ends; they end within two looks. The first message counts."""
+        self._store.compare_set(_NEWS, "", json.dumps({"rank": self._rank, "message": message}))
+
+    def end_with_reason(self) -> None:
+        """For a rank whose step failed: wait for the news that explains it, which ends the process.
+
+        Returns if there is none, because the fault is this rank's own; the other ranks are then told.
+        """
+        self._thread.join(LIMIT + 3 * self._interval)
+        self.publish("its training step failed; the traceback is in its log. Start again from the last checkpoint")
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            try:
+                self._look()
+            except Exception as error:
+                if not self._stop.is_set():
+                    self._end(f"the rendezvous store is gone ({type(error).__name__}): rank 0 may have died")
+                return
+
+    def _look(self) -> None:
+        self._beat += 1
+        self._store.set(_ALIVE.format(self._rank), str(self._beat))
+        now = time.monotonic()
+        for partner in self._partners:
+            key = _ALIVE.format(partner)
+            if not self._store.check([key]):
+                continue
+            text = self._store.get(key).decode()
+            if text == _STOPPED:
+                continue
+            beat, since = self._seen.get(partner, (-1, now))
+            if int(text) != beat:
+                self._seen[partner] = (int(text), now)
+            elif now - since > LIMIT:
+                self.publish(
+                    f"rank {partner}, which lends activation memory to rank {self._rank} or borrows it, has not"
+                    f" answered for {now - since:.0f} s: it died, or hangs. Start again from the last checkpoint"
+                )
+        if self._store.check([_NEWS]):
+            news = json.loads(self._store.get(_NEWS).decode())
+            self._end(f"rank {news['rank']}: {news['message']}")
+        if self._store.check([_OVER]):
+            self._stop.set()
+
+    def _end(self, text: str) -> None:
+        print(f"{PREFIX}{text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        if self._rank == 0:
+            time.sleep(2 * self._interval)  # the store may live here: let the others read
+        os._exit(1)

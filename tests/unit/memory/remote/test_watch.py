@@ -1,0 +1,81 @@
+"""Who is silent for too long, who is not, and what ends a process."""
+
+import pytest
+
+from k3_plugins.memory.remote import watch as module
+from k3_plugins.memory.remote.watch import LIMIT, Watch
+
+
+class Store(dict):
+    """The calls that a watch makes."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self for key in keys)
+
+    def get(self, key):
+        return self[key]
+
+    def compare_set(self, key, expected, value):
+        if expected == "" and key not in self:
+            self[key] = value.encode()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    texts = []
+    monkeypatch.setattr(Watch, "_end", lambda self, text: texts.append((self._rank, text)))
+    return texts
+
+
+def test_a_silent_partner_ends_every_rank(clock, ended):
+    store = Store()
+    watches = [Watch(store, rank, 3, partners) for rank, partners in ((0, (2,)), (1, ()), (2, (0,)))]
+    for _ in range(4):
+        clock[0] += 1
+        for watch in watches:
+            watch._look()
+    assert not ended
+    while not ended:  # rank 2 is heard no more
+        clock[0] += 1
+        for watch in watches[:2]:
+            watch._look()
+        assert clock[0] < 104 + LIMIT + 3
+    watches[0]._look()
+    watches[1]._look()
+    assert {rank for rank, _ in ended} == {0, 1}
+    assert all("rank 0: rank 2, which lends" in text and "last checkpoint" in text for _, text in ended)
+
+
+def test_a_partner_that_ended_as_it_should_is_not_missed(clock, ended, monkeypatch):
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    store = Store()
+    first, second = Watch(store, 0, 2, (1,)), Watch(store, 1, 2, (0,))
+    first._look()
+    second._look()
+    second.stop()
+    clock[0] += 10 * LIMIT
+    first._look()
+    first.stop()
+    assert not ended
+    third = Watch(store, 2, 3, (0,))
+    third._look()
+    assert third._stop.is_set() and not ended
+
+
+def test_the_first_failure_is_told(clock, ended):
+    store = Store()
+    first, second = Watch(store, 0, 2, ()), Watch(store, 1, 2, ())
+    second.publish("a transfer failed")
+    first.publish("its training step failed")
+    first._look()
+    assert ended == [(0, "rank 1: a transfer failed")]
