@@ -1,9 +1,11 @@
-"""Settings for the whole test suite: determinism, and the visible count of tests that need a GPU.
+"""Settings for the whole test suite: determinism, and the visible count of tests that need what a machine lacks.
 
 ``pythonpath = .`` in pytest.ini puts the repository on ``sys.path``, so that tests import helpers as ``tests.harness``.
 """
 
 import ctypes
+import ctypes.util
+import importlib.util
 import os
 from collections.abc import Generator
 
@@ -18,6 +20,8 @@ hypothesis.settings.register_profile("deterministic", derandomize=True, deadline
 hypothesis.settings.load_profile("deterministic")
 
 NO_GPU = "needs a CUDA device, and there is none"
+NO_LIBRARY = "needs the system library libibverbs, and it is missing (Debian, Ubuntu: apt-get install libibverbs1)"
+NO_PACKAGE = "needs mooncake, and it is missing (pip install mooncake-transfer-engine-non-cuda==0.3.13.post1)"
 
 
 def cuda_device_count() -> int:
@@ -32,17 +36,28 @@ def cuda_device_count() -> int:
     return count.value
 
 
+def missing_for_mooncake() -> str | None:
+    """What remote activations need and this machine lacks."""
+    if ctypes.util.find_library("ibverbs") is None:
+        return NO_LIBRARY
+    return None if importlib.util.find_spec("mooncake") else NO_PACKAGE
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_tests and cuda_device_count() == 0:
-        for item in gpu_tests:
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    needs = (("gpu", None if cuda_device_count() else NO_GPU), ("mooncake", missing_for_mooncake()))
+    for marker, reason in needs:
+        if reason is not None:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     # The outermost wrapper: the count stands below every other summary, beside the verdict.
     yield
-    skipped = sum(NO_GPU in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
-    if skipped:
-        terminalreporter.write_line(f"gpu: {skipped} tests NOT run: {NO_GPU}", yellow=True)
+    reports = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for kind, reason in (("gpu", NO_GPU), ("mooncake", NO_LIBRARY), ("mooncake", NO_PACKAGE)):
+        skipped = sum(reason in text for text in reports)
+        if skipped:
+            terminalreporter.write_line(f"{kind}: {skipped} tests NOT run: {reason}", yellow=True)

@@ -6,6 +6,7 @@
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=host NPROC=8 TP=4 PP=4 ... bash examples/kimi_k3/03_pretrain_gpu.sh    (on each node)
 #
 # Data parallel size is NNODES * NPROC / (TP * PP * CP). Prepare data with the model's own tokenizer (01, TOKENIZER=).
+# ACTIVATION_POLICY="*=remote" levels activation memory over the pipeline's ranks (add --activation-remote-protocol rdma).
 # Needs pip install 'k3-plugins[gpu,kda]'.
 NPROC="${NPROC:-8}" MODEL="${MODEL:-kimi_linear}"
 TRAIN_ITERS="${TRAIN_ITERS:-10000}" SEQ_LENGTH="${SEQ_LENGTH:-4096}" MICRO_BATCH="${MICRO_BATCH:-1}"
@@ -27,6 +28,7 @@ launch \
     "${MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${PARALLEL_ARGS[@]}" \
+    "${MEMORY_ARGS[@]}" \
     "${PRECISION_ARGS[@]}" \
     "${OVERLAP_ARGS[@]}" \
     "${MOE_ARGS[@]}" \

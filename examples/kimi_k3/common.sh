@@ -5,6 +5,7 @@
 #   DATA        folder of the prepared data set [$K3_RUN/data]
 #   FEATURES    plug-ins [kda,gated-mla]
 #   MODEL       a model of --k3-model; its sizes are defaults, flags after the script's name win [kimi_k3_tiny]
+#   ACTIVATION_POLICY   how saved activations are stored, for example "attention.*=fp8+cpu, mlp=recompute" [all stay]
 #   TRAIN_ITERS, SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH, LR
 #   TP PP CP EP NPROC   tensor, pipeline, context, expert parallel sizes, and processes on this machine
 set -euo pipefail
@@ -23,6 +24,13 @@ LR="${LR:-2e-3}"
 TP="${TP:-1}" PP="${PP:-1}" CP="${CP:-1}" EP="${EP:-1}" NPROC="${NPROC:-2}"
 
 mkdir -p "$RUN"
+
+# Then: python -m k3_plugins.memory.report $RUN/activations
+MEMORY_ARGS=()
+if [ -n "${ACTIVATION_POLICY:-}" ]; then
+    FEATURES="$FEATURES,activation-manager"
+    MEMORY_ARGS=(--activation-policy "$ACTIVATION_POLICY" --activation-report "$RUN/activations")
+fi
 
 # Only the sizes; every flag of Megatron and of the features can be added on the command line and wins.
 MODEL_ARGS=(
@@ -83,14 +91,14 @@ read_data_args() {
     mapfile -t DATA_ARGS < <("$K3_PYTHON" -m k3_plugins.data.flags "$DATA")
 }
 
-# launch ARGS...: the same training program on NPROC processes (and, with NNODES, NODE_RANK and MASTER_ADDR, on several
+# launch ARGS...: the same training program ($PROGRAM, or pre-training) on NPROC processes (and, with NNODES, NODE_RANK and MASTER_ADDR, on several
 # machines).
 launch() {
     local rendezvous=(--standalone)
     if [ "${NNODES:-1}" -gt 1 ]; then
         rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
     fi
-    "$K3_PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m k3_plugins.pretrain_gpt "$@"
+    "$K3_PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m "${PROGRAM:-k3_plugins.pretrain_gpt}" "$@"
 }
 
 # The picture and the summary of the run so far, resumed parts included. (Megatron writes its event files on the last rank:
