@@ -1,0 +1,1 @@
+"""Vision: the encoder, and what feeds it."""

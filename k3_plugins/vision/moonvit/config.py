@@ -1,0 +1,41 @@
+"""Sizes and limits of MoonViT-V2, one field per flag to come. This module imports neither torch nor megatron."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MoonViTConfig:
+    """The vision encoder and its projector."""
+
+    moonvit_num_layers: int = 27
+    """Encoder blocks."""
+
+    moonvit_hidden_size: int = 1024
+    """Width of the encoder."""
+
+    moonvit_num_heads: int = 12
+    """Attention heads."""
+
+    moonvit_head_dim: int = 128
+    """Width of a head; a multiple of 4, because half of the rotation pairs turn with the column, half with the row."""
+
+    moonvit_ffn_size: int = 4096
+    """Width of the hidden layer of a block's MLP."""
+
+    moonvit_patch_size: int = 14
+    """Edge of a square patch in pixels."""
+
+    moonvit_position_grid: int = 64
+    """Edge of the learned square table of positions, which is interpolated to the grid of each image."""
+
+    moonvit_norm_eps: float = 1e-5
+    """Added to the mean square in the norms."""
+
+    moonvit_max_patches: int = 65536
+    """Most patches of an image or of one frame; 65536 are 3584 x 3584 pixels."""
+
+    moonvit_max_frames: int = 64
+    """Most frames of a video clip. A longer video is cut into clips by whoever prepares it."""
+
+    moonvit_recompute: bool = False
+    """Keep only the input of each encoder block for the backward pass, and run its forward a second time there."""
