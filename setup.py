@@ -38,6 +38,7 @@ setup(
             "transformers==5.24.0",
             "megatron-energon==7.4.1",
         ],
+        "vision": ["resvg-py==0.5.0", "megatron-energon==7.4.1"],
         "offload": ["deepspeed==0.19.8"],
         "transfer": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
         # The hyphen matters: the name with an underscore is an empty package that breaks `import megatron.core`.
@@ -48,6 +49,7 @@ setup(
             "ruff==0.17.6",
             "scipy==1.18.1",
             "safetensors==0.8.0",
+            "resvg-py==0.5.0",
             "transformers==5.24.0",
             "fla-core==0.6.0",
             "nvidia-modelopt==0.47.0",

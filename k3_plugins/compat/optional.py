@@ -41,6 +41,7 @@ PACKAGES = (
         "build NVIDIA apex from source (https://github.com/NVIDIA/apex); pip install apex is another package",
         "fused optimizers and gradient accumulation on GPUs",
     ),
+    OptionalPackage("resvg_py", "pip install resvg-py==0.5.0", "rendering of generated SVG drawings"),
     OptionalPackage("megatron.energon", "pip install megatron-energon==7.4.1", "multimodal data loading"),
     OptionalPackage(
         "deepspeed", "pip install deepspeed==0.19.8", "CPU optimizer and asynchronous file I/O for offload"
