@@ -1,0 +1,150 @@
+"""Plan a training job without GPUs: parameters, FLOPs, memory per rank, bubble, traffic, and the best layouts.
+
+    python -m k3_plugins.plan --model kimi_k3 --gpus 4096 --gpu-memory 80 --context 262144
+
+Every combination of power-of-two parallel sizes is estimated, each under the first activation policy that fits (keep,
+selective recomputation, full recomputation, full recomputation with layer inputs in host memory). Parameters, FLOPs,
+weights, gradients and optimizer states are counted; activations are what the backward needs with GPU kernels; times
+follow from the hardware numbers below and the share of communication that is assumed to be hidden (TP and CP none, EP
+50 %, PP 90 %, DP 80 %), not from measurements: they serve to compare layouts. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from k3_plugins.models.kimi_k3.config import PRESETS
+from k3_plugins.plan import report
+from k3_plugins.plan.cost import Hardware
+from k3_plugins.plan.layout import Job
+from k3_plugins.plan.memory import POLICIES, Options
+from k3_plugins.plan.search import search
+
+SIZES = {
+    "tp": "tensor-parallel",
+    "cp": "context-parallel",
+    "pp": "pipeline-parallel",
+    "vpp": "virtual-stages",
+    "ep": "expert-parallel",
+    "micro_batch": "micro-batch",
+}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _amount(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m k3_plugins.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = result.add_argument
+    add("--model", choices=sorted(PRESETS), required=True, help="a preset")
+    add("--gpus", type=_positive, required=True)
+    add("--gpu-memory", type=_amount, default=80.0, metavar="GB", help="of one GPU (default 80)")
+    add("--host-memory", type=_amount, default=128.0, metavar="GB", help="host memory per GPU (default 128)")
+    add("--context", type=_positive, default=8192, metavar="TOKENS", help="sequence length (default 8192)")
+    add("--global-batch-tokens", type=_positive, default=2**26, metavar="N", help="tokens in a step (default 2^26)")
+    for name, flag in SIZES.items():
+        add(f"--{flag}", type=_positive, metavar="N", dest=name, help="use only this size")
+    add("--policies", default=",".join(POLICIES), help="activation policies to try, fastest first (default: all)")
+    add("--no-pipeline-zero2", action="store_true", help="whole gradient buffers on the GPU")
+    add("--optimizer-on-host", action="store_true", help="master weights and moments in host memory")
+    add("--no-moonep", action="store_true", help="Megatron's all-to-all in place of MoonEP")
+    add("--reserve-memory", type=_amount, default=6.4, metavar="GB", help="CUDA context, workspaces, fragmentation")
+    add("--gpu-tflops", type=_amount, default=989.0, help="dense bf16 peak of one GPU (default 989)")
+    add("--efficiency", type=_amount, default=0.5, help="share of the peak that kernels reach (default 0.5)")
+    add("--gpus-per-node", type=_positive, default=8)
+    add("--bandwidth-inside", type=_amount, default=450.0, metavar="GB/s", help="per GPU inside a node (default 450)")
+    add("--bandwidth-between", type=_amount, default=50.0, metavar="GB/s", help="per GPU between nodes (default 50)")
+    add("--top", type=_positive, default=8, help="layouts to show (default 8)")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--png", type=Path, metavar="FILE", help="draw memory and time there")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0; 1 if no layout fits; 2 for bad input."""
+    command = parser()
+    options = command.parse_args(argv)
+    policies = [word.strip() for word in options.policies.split(",")]
+    unknown = [word for word in policies if word not in POLICIES]
+    if unknown:
+        command.error(f"--policies {unknown[0]!r} is unknown; choose from {', '.join(POLICIES)}")
+    if options.global_batch_tokens % options.context:
+        command.error(
+            f"--global-batch-tokens {options.global_batch_tokens} is no multiple of --context {options.context}; a step"
+            " consists of whole sequences"
+        )
+    if options.efficiency > 1:
+        command.error(f"--efficiency {options.efficiency:g} must not be above 1")
+    for path in filter(None, (options.json, options.png)):
+        if not path.absolute().parent.is_dir():
+            command.error(f"{path}: its folder does not exist")
+    config = PRESETS[options.model]
+    job = Job(config, options.gpus, options.context, options.global_batch_tokens // options.context)
+    hardware = Hardware(
+        peak_flops=options.gpu_tflops * 1e12,
+        efficiency=options.efficiency,
+        inside_node=options.bandwidth_inside * report.GB,
+        between_nodes=options.bandwidth_between * report.GB,
+        gpus_per_node=options.gpus_per_node,
+    )
+    base = Options(
+        pipeline_zero2=not options.no_pipeline_zero2,
+        optimizer_on_host=options.optimizer_on_host,
+        moonep=not options.no_moonep,
+        reserve=options.reserve_memory * report.GB,
+    )
+    fixed = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
+    device_bytes, host_bytes = options.gpu_memory * report.GB, options.host_memory * report.GB
+    result = search(job, hardware, device_bytes, host_bytes, base, policies, fixed)
+    report.show(job, result, options.top, options.model)
+    if options.json:
+        contents = report.values(job, hardware, result, options.top, options.model)
+        _write(options.json, json.dumps(contents, indent=1) + "\n")
+    if options.png:
+        if not result.found:
+            print("no picture: no layout fits", file=sys.stderr)
+        else:
+            try:
+                report.draw(job, result, device_bytes, options.top, options.model, options.png)
+            except RuntimeError as error:
+                command.error(str(error))
+    return 0 if result.found else 1
+
+
+def _write(path: Path, text: str) -> None:
+    """Atomically."""
+    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,193 @@
+"""Bytes on a GPU by kind, for every pipeline rank of a layout. Estimates: each term says what it counts.
+
+Activations under sequence parallelism are cut over TP throughout, and over CP; "token" below is one token of a rank's
+share before that cut. Widths are in elements of bf16 (2 bytes) unless said otherwise. Counted is what the backward
+needs with the GPU kernels (fla, flash attention, grouped GEMM); kernels' own workspaces are in ``--reserve-memory``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from k3_plugins.models.kimi_k3.config import KimiK3Config
+from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan
+from k3_plugins.plan.layout import Job, Layout, in_flight, padded_vocabulary
+from k3_plugins.plan.parameters import Part, first_parts, kda_sizes, last_parts, layer_parts, on_rank
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "residual blocks", "MoonEP slots", "logits", "reserve")
+POLICIES = ("keep", "selective", "full", "full+cpu")
+"""What stays for the backward: everything; all but norms, activations and up-projections; the input of a layer; that
+input in host memory, but for two layers."""
+
+KDA_CHUNK = 64
+"""Tokens in a chunk of the KDA kernels, which keep two [chunk, chunk] matrices per head and chunk."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices that are not parallel sizes."""
+
+    policy: str = "full"
+    pipeline_zero2: bool = True
+    optimizer_on_host: bool = False
+    moonep: bool = True
+    reserve: float = 6 * 2**30
+    """CUDA context, communication buffers, workspaces, fragmentation."""
+
+
+def _count(parts: Iterable[Part], config: KimiK3Config, tp: int, ep: int) -> tuple[int, int]:
+    dense = experts = 0
+    padded = padded_vocabulary(config.vocab_size, tp)
+    for part in parts:
+        count = on_rank(part, tp, ep, config.vocab_size, padded)
+        if part.sharding == "expert":
+            experts += count
+        else:
+            dense += count
+    return dense, experts
+
+
+@functools.lru_cache(maxsize=4096)
+def chunk_parameters(config: KimiK3Config, tp: int, ep: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(dense, expert) parameters on one rank, for every chunk of these numbers of layers."""
+    layers = [_count(layer_parts(config, layer), config, tp, ep) for layer in range(config.num_layers)]
+    counts, start = [], 0
+    for chunk, size in enumerate(sizes):
+        held = layers[start : start + size]
+        held += [_count(first_parts(config), config, tp, ep)] if chunk == 0 else []
+        held += [_count(last_parts(config), config, tp, ep)] if chunk == len(sizes) - 1 else []
+        counts.append((sum(dense for dense, _ in held), sum(experts for _, experts in held)))
+        start += size
+    return tuple(counts)
+
+
+def attention_width(config: KimiK3Config, layer: int, selective: bool) -> float:
+    """Elements per token that an attention sublayer keeps, its norm and its input included."""
+    d = config.hidden_size
+    if config.attention_pattern[layer]:
+        _, sizes = kda_sizes(config)
+        keys, values = sizes.num_heads * sizes.head_dim, sizes.num_value_heads * sizes.value_head_dim
+        kept = d + 2 * keys + values  # input of the projections; q, k, v before the convolution
+        kept += 2 * sizes.num_value_heads * sizes.head_dim  # the decay, fp32
+        kept += 2 * sizes.num_value_heads * KDA_CHUNK  # A and its inverse
+        kept += 2 * values  # output of the recurrence; gate before the sigmoid
+        if not selective:
+            kept += d + 2 * keys + values + values  # norm input; q, k, v after it; gated output
+        return kept
+    heads, value = config.num_attention_heads, config.v_head_dim
+    query = config.qk_head_dim + config.qk_pos_emb_head_dim
+    kept = d + (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
+    kept += heads * value * 2 + 2 * heads  # output, gate, log-sum-exp in fp32
+    if not selective:
+        kept += d + heads * (2 * query + value) + heads * value  # norm input; q, k, v; gated output
+    return kept
+
+
+def feed_forward_width(config: KimiK3Config, layer: int, selective: bool, moonep: bool) -> float:
+    """Elements per token that a feed-forward sublayer keeps, its norm and its input included."""
+    d = config.hidden_size
+    kept = d + (0 if selective else d)
+    if not config.moe_pattern[layer]:
+        return kept + (2 if selective else 3) * config.dense_ffn_hidden_size
+    width, f, k = config.moe_latent_size or d, config.expert_ffn_hidden_size, config.moe_top_k
+    kept += 2 * config.num_experts  # scores, fp32
+    kept += width if config.moe_latent_size else 0
+    kept += (2 if selective else 3) * f * config.num_shared_experts
+    # MoonEP sends rows again in the backward; both keep the hidden layer before the activation
+    rows = 2 * f if moonep else width + (2 if selective else 3) * f
+    return kept + k * rows + (width if config.moe_latent_size else 0)
+
+
+def layer_bytes(config: KimiK3Config, layer: int, options: Options) -> float:
+    """Activation bytes per token of a layer under a policy."""
+    if options.policy in ("full", "full+cpu"):
+        return 2.0 * config.hidden_size
+    selective = options.policy == "selective"
+    widths = attention_width(config, layer, selective)
+    return 2.0 * (widths + feed_forward_width(config, layer, selective, options.moonep))
+
+
+@functools.lru_cache(maxsize=4096)
+def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+    """Activation bytes per token of every chunk, and of its largest layer."""
+    layers = [layer_bytes(config, layer, options) for layer in range(config.num_layers)]
+    counts, start = [], 0
+    for size in sizes:
+        held = layers[start : start + size]
+        counts.append((sum(held), max(held)))
+        start += size
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one pipeline rank."""
+
+    rank: int
+    device: dict[str, float]
+    host: float
+
+    @property
+    def total(self) -> float:
+        """On the device."""
+        return sum(self.device.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def rows_per_hop(block_size: int | None, pp: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Rows [tokens, hidden] of every message between chunks: the hidden state, and what Attention Residuals add."""
+    if block_size is None:
+        return (1,) * (len(sizes) - 1)
+    return tuple(PipelinePlan(pp, sizes, block_size, "on").rows_per_hop())
+
+
+def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], rank: int) -> Memory:
+    """The estimate for one pipeline rank.
+
+    Args:
+        sizes: layers of every chunk, in model order.
+    """
+    config = job.config
+    own = range(rank, layout.chunks, layout.pp)
+    counts = chunk_parameters(config, layout.tp, layout.ep, sizes)
+    dense, experts = sum(counts[chunk][0] for chunk in own), sum(counts[chunk][1] for chunk in own)
+    local, largest_chunk = dense + experts, max(sum(counts[chunk]) for chunk in own)
+    states = 12.0 * (dense / (layout.dp * layout.cp) + experts / layout.expert_dp)  # fp32 master and two moments
+    shard = 4.0 * (dense / (layout.dp * layout.cp) + experts / layout.expert_dp)
+    zero2 = options.pipeline_zero2 and layout.vpp > 2
+    device = dict.fromkeys(KINDS, 0.0)
+    device["weights"] = 2.0 * local
+    device["gradients"] = 4.0 * (2 * largest_chunk if zero2 else local)
+    device["optimizer"] = 0.0 if options.optimizer_on_host else states
+    host = (shard if zero2 else 0.0) + (states if options.optimizer_on_host else 0.0)
+
+    tokens = job.context * layout.micro_batch / (layout.cp * layout.tp)
+    passes = in_flight(layout, rank)
+    kept = chunk_bytes(config, options, sizes)
+    stored = sum(kept[chunk][0] for chunk in own) * tokens * passes / layout.vpp
+    if options.policy in ("full", "full+cpu"):
+        # the layer whose backward runs is there in full
+        whole = chunk_bytes(config, replace(options, policy="keep"), sizes)
+        widest = max(whole[chunk][1] for chunk in own) * tokens
+        resident = stored if options.policy == "full" else min(stored, 2 * 2.0 * config.hidden_size * tokens)
+        host += stored - resident
+        device["activations"] = resident + widest
+    else:
+        device["activations"] = stored
+    if config.attn_res_block_size is not None and layout.pp > 1:
+        hops = rows_per_hop(config.attn_res_block_size, layout.pp, sizes)
+        arriving = sum(hops[chunk - 1] for chunk in own if chunk) / layout.vpp
+        device["residual blocks"] = 2.0 * config.hidden_size * tokens * arriving * passes
+    if options.moonep and config.num_experts is not None and layout.ep > 1:
+        # as many slots as home experts, weights and gradients of one layer at a time
+        width = config.moe_latent_size or config.hidden_size
+        slots = config.num_experts // layout.ep * 3 * width * config.expert_ffn_hidden_size
+        device["MoonEP slots"] = 2.0 * 2 * slots
+    if layout.chunks - 1 in own:
+        # bf16 logits and their fp32 softmax; sequence shards are gathered before the output layer
+        vocabulary = padded_vocabulary(config.vocab_size, layout.tp) / layout.tp
+        device["logits"] = (2.0 + 4.0) * vocabulary * tokens * layout.tp
+    device["reserve"] = options.reserve
+    return Memory(rank, device, host)

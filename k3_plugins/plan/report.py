@@ -1,0 +1,234 @@
+"""The result of a search as JSON values, as tables and as a picture."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from k3_plugins.models.kimi_k3.config import KimiK3Config
+from k3_plugins.plan.cost import HIDDEN, Hardware
+from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
+from k3_plugins.plan.layout import Job, layout_string
+from k3_plugins.plan.memory import KINDS
+from k3_plugins.plan.parameters import active, all_parts, total
+from k3_plugins.plan.search import Found, Result
+
+GB = 1e9
+
+
+def model_values(job: Job) -> dict[str, Any]:
+    """Sizes of the model: parameters by part, FLOPs per token."""
+    config = job.config
+    parts: dict[str, int] = defaultdict(int)
+    for part in all_parts(config):
+        parts[part.name.split(",")[0]] += part.parameters
+    parts.pop("router bias", None)
+    return {
+        "parameters": total(config),
+        "active_parameters": round(active(config)),
+        "parameters_by_part": dict(parts),
+        "forward_flops_per_token": model_flops(config, job.context),
+        "training_flops_per_token": 3 * model_flops(config, job.context),
+        "forward_flops_per_token_by_kind": _flops_by_kind(config, job.context),
+    }
+
+
+def _flops_by_kind(config: KimiK3Config, context: int) -> dict[str, float]:
+    kinds: dict[str, float] = defaultdict(float)
+    for layer in range(config.num_layers):
+        attention = "KDA" if config.attention_pattern[layer] else "MLA"
+        kinds[f"{attention} + {'MoE' if config.moe_pattern[layer] else 'dense'}"] += layer_flops(config, layer, context)
+    kinds["output layer"] = ends_flops(config)
+    kinds["attention residuals"] = model_flops(config, context) - sum(kinds.values())
+    return dict(kinds)
+
+
+def flags(job: Job, found: Found, name: str) -> list[str]:
+    """The words that give a job of this preset this layout."""
+    layout, config = found.layout, job.config
+    zero2 = found.options.pipeline_zero2 and layout.vpp > 2
+    words = ["--k3-model", name, "--k3-plugins", "k3,pipeline-zero2" if zero2 else "k3"]
+    words += ["--tensor-model-parallel-size", layout.tp, "--context-parallel-size", layout.cp]
+    words += ["--sequence-parallel"] if layout.tp > 1 else []
+    words += ["--pipeline-model-parallel-size", layout.pp]
+    if layout.pp > 1:
+        words += ["--pipeline-model-parallel-layout", layout_string(found.layers_per_chunk)]
+    if config.num_experts is not None:
+        words += ["--expert-model-parallel-size", layout.ep, "--expert-tensor-parallel-size", 1]
+    words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
+    words += ["--seq-length", job.context, "--use-distributed-optimizer"]
+    recompute = {"selective": ["--recompute-granularity", "selective"]}
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    words += recompute.get(found.options.policy, [] if found.options.policy == "keep" else full)
+    return [str(word) for word in words]
+
+
+def layout_values(job: Job, found: Found, name: str) -> dict[str, Any]:
+    """One layout as JSON values."""
+    layout, cost = found.layout, found.cost
+    return {
+        "tensor": layout.tp,
+        "context": layout.cp,
+        "pipeline": layout.pp,
+        "virtual_stages": layout.vpp,
+        "expert": layout.ep,
+        "data": layout.dp,
+        "expert_data": layout.expert_dp,
+        "micro_batch": layout.micro_batch,
+        "micro_batches": layout.num_microbatches,
+        "layers_per_chunk": list(found.layers_per_chunk),
+        "activations": found.options.policy,
+        "device_bytes_by_rank": [memory.device for memory in found.memory],
+        "host_bytes_by_rank": [memory.host for memory in found.memory],
+        "seconds_per_step": cost.seconds,
+        "compute_seconds": cost.compute_seconds,
+        "bubble": cost.bubble,
+        "stage_imbalance": cost.imbalance,
+        "bytes_sent_per_step": cost.sent,
+        "model_flops_utilisation": cost.model_flops_utilisation,
+        "tokens_per_second_per_gpu": cost.tokens_per_second,
+        "flags": flags(job, found, name),
+    }
+
+
+def values(job: Job, hardware: Hardware, result: Result, top: int, name: str) -> dict[str, Any]:
+    """Everything, as JSON values."""
+    return {
+        "model": {"name": name, **model_values(job)},
+        "job": {"gpus": job.gpus, "context": job.context, "global_batch": job.global_batch},
+        "assumptions": {**vars(hardware), "hidden_share_of_communication": HIDDEN},
+        "considered": result.considered,
+        "fitting": len(result.found),
+        "rejected": dict(result.rejected.most_common()),
+        "layouts": [layout_values(job, found, name) for found in result.found[:top]],
+        "nearest_that_do_not_fit": [
+            {"layout": str(layout), "bytes": size, "device_bytes": memory.device, "host_bytes": memory.host}
+            for size, layout, memory in result.nearest
+        ],
+    }
+
+
+def show(job: Job, result: Result, top: int, name: str) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from k3_plugins.activation_report import output_width
+
+    console = Console(width=output_width(), highlight=False)
+    model = model_values(job)
+    console.print(
+        f"[bold]{name}[/bold]: {model['parameters'] / GB:,.2f} B parameters, {model['active_parameters'] / GB:,.2f} B"
+        f" active; {model['training_flops_per_token'] / GB:,.1f} GFLOP per token in training at {job.context:,} tokens"
+    )
+    console.print(
+        f"{job.gpus:,} GPUs, {job.global_batch:,} sequences of {job.context:,} tokens per step;"
+        f" {result.considered:,} combinations, {len(result.found):,} fit"
+    )
+    table = Table(title="Fastest layouts (estimates: see the assumptions in --help)", title_justify="left")
+    for column in ("TP", "CP", "PP", "VPP", "EP", "DP", "micro", "activations", "GB", "host GB", "bubble", "MFU", "s"):
+        table.add_column(column, justify="left" if column == "activations" else "right")
+    for found in result.found[:top]:
+        layout, cost = found.layout, found.cost
+        sizes = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.dp)
+        table.add_row(
+            *map(str, sizes),
+            f"{layout.micro_batch} x {layout.num_microbatches}",
+            found.options.policy,
+            f"{found.fullest.total / GB:.1f}",
+            f"{max(memory.host for memory in found.memory) / GB:.1f}",
+            f"{cost.bubble:.1%}",
+            f"{cost.model_flops_utilisation:.1%}",
+            f"{cost.seconds:.2f}",
+        )
+    if result.found:
+        console.print(table)
+        best = result.found[0]
+        _show_memory(console, best)
+        sent = ", ".join(f"{group} {size / GB:,.1f}" for group, size in best.cost.sent.items() if size)
+        console.print(f"the fastest one sends per GPU and step, in GB: {sent or 'nothing'}")
+        console.print(f"layers per chunk: {' '.join(map(str, best.layers_per_chunk))}")
+        console.print("flags: " + " ".join(flags(job, best, name)), soft_wrap=True)
+    table = Table(title="Left out", title_justify="left")
+    table.add_column("reason", overflow="fold")
+    table.add_column("combinations", justify="right")
+    for reason, count in result.rejected.most_common():
+        table.add_row(reason, f"{count:,}")
+    console.print(table)
+    if not result.found:
+        console.print("[bold]No layout fits.[/bold]")
+        for size, layout, memory in result.nearest[:3]:
+            parts = ", ".join(f"{kind} {value / GB:.1f}" for kind, value in memory.device.items() if value)
+            console.print(f"nearest: {layout} needs {size / GB:.1f} GB ({parts}; host {memory.host / GB:.1f})")
+
+
+def _show_memory(console: Any, best: Found) -> None:
+    from rich.table import Table
+
+    table = Table(title="Memory of the fastest one, GB per GPU by pipeline rank", title_justify="left")
+    table.add_column("rank", justify="right")
+    kinds = [kind for kind in KINDS if any(memory.device[kind] for memory in best.memory)]
+    for kind in (*kinds, "total", "host"):
+        table.add_column(kind, justify="right", overflow="fold")
+    ranks = best.memory if len(best.memory) <= 8 else (*best.memory[:4], *best.memory[-4:])
+    for memory in ranks:
+        cells = [memory.device[kind] for kind in kinds] + [memory.total, memory.host]
+        table.add_row(str(memory.rank), *(f"{cell / GB:.1f}" for cell in cells))
+    console.print(table)
+
+
+def draw(job: Job, result: Result, device_bytes: float, top: int, name: str, output: Path) -> None:
+    """Write the PNG, atomically: memory by kind of the fullest rank, and where a step's time goes, layout by layout.
+
+    Raises:
+        RuntimeError: if matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("the picture needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = result.found[:top]
+    labels = [str(found.layout) for found in shown]
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(14, 1.8 + 0.45 * len(shown)), sharey=True, layout="constrained"
+    )
+    places = range(len(shown))
+    start = [0.0] * len(shown)
+    for kind in KINDS:
+        sizes = [found.fullest.device[kind] / GB for found in shown]
+        if any(sizes):
+            left.barh(places, sizes, left=start, label=kind)
+            start = [a + b for a, b in zip(start, sizes, strict=True)]
+    left.axvline(device_bytes / GB, color="black", linestyle="--", linewidth=1)
+    left.set_yticks(places, labels, fontsize=8)
+    left.invert_yaxis()
+    left.set_xlabel("GB on the fullest GPU (dashed: its memory)")
+    left.legend(fontsize=7, ncols=2)
+    start = [0.0] * len(shown)
+    for kind in ("compute", "pipeline bubble", "communication not hidden"):
+        sizes = []
+        for found in shown:
+            waiting = found.cost.bubble * found.cost.seconds
+            rest = found.cost.seconds - found.cost.compute_seconds - waiting
+            sizes.append({"compute": found.cost.compute_seconds, "pipeline bubble": waiting}.get(kind, rest))
+        right.barh(places, sizes, left=start, label=kind)
+        start = [a + b for a, b in zip(start, sizes, strict=True)]
+    right.set_xlabel("seconds per step (estimate)")
+    right.legend(fontsize=7)
+    figure.suptitle(f"{name} on {job.gpus} GPUs, {job.context} tokens per sequence")
+    handle, temporary = tempfile.mkstemp(dir=output.parent, suffix=".png")
+    os.close(handle)
+    try:
+        figure.savefig(temporary, dpi=130, format="png")
+        os.replace(temporary, output)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    finally:
+        pyplot.close(figure)

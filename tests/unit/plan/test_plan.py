@@ -1,0 +1,138 @@
+"""Memory, cost and search of the planner, and its command line."""
+
+import dataclasses
+import json
+
+import pytest
+
+from k3_plugins.models.kimi_k3.config import KIMI_K3, KIMI_K3_MOE_TINY, KIMI_LINEAR
+from k3_plugins.plan.__main__ import main
+from k3_plugins.plan.cost import Hardware, of_layout
+from k3_plugins.plan.layout import Job, Layout, candidates, impossible, in_flight, layout_string
+from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
+
+HARDWARE = Hardware(989e12, 0.5, 450e9, 50e9, 8)
+
+
+def job(config=KIMI_K3_MOE_TINY, gpus=8, context=64, global_batch=32):
+    return Job(config, gpus, context, global_batch)
+
+
+def layout(**changes):
+    sizes = {"tp": 1, "cp": 1, "pp": 2, "vpp": 1, "ep": 2, "dp": 4, "micro_batch": 1, "num_microbatches": 8}
+    return Layout(**{**sizes, **changes})
+
+
+def test_states_are_the_parameters_times_their_bytes():
+    one, sizes = layout(), (4, 4)
+    counts = chunk_parameters(KIMI_K3_MOE_TINY, 1, 2, sizes)
+    for rank, (dense, experts) in enumerate(counts):
+        memory = of_rank(job(), one, Options(pipeline_zero2=False, reserve=0), sizes, rank)
+        assert memory.device["weights"] == 2 * (dense + experts)
+        assert memory.device["gradients"] == 4 * (dense + experts)
+        # the distributed optimizer cuts dense states over DP 4, those of experts over the 2 ranks with the same ones
+        assert memory.device["optimizer"] == 12 * (dense / 4 + experts / 2)
+        on_host = of_rank(job(), one, Options(optimizer_on_host=True, pipeline_zero2=False), sizes, rank)
+        assert on_host.device["optimizer"] == 0 and on_host.host >= memory.device["optimizer"]
+
+
+def test_pipeline_zero2_holds_two_buffers_of_the_largest_chunk():
+    one, sizes = layout(vpp=4, num_microbatches=8), (1,) * 8
+    counts = chunk_parameters(KIMI_K3_MOE_TINY, 1, 2, sizes)
+    for rank in range(2):
+        own = [sum(count) for count in counts[rank::2]]
+        memory = of_rank(job(), one, Options(policy="keep"), sizes, rank)
+        assert memory.device["gradients"] == 4 * 2 * max(own) < 4 * sum(own)
+        assert memory.host == 4 * sum(dense / 4 + experts / 2 for dense, experts in counts[rank::2])
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 4), (4, 1, 2)])
+def test_chunks_in_flight_are_those_of_megatrons_schedules(pp, vpp, m):
+    """Play the forwards and backwards of a rank in the order of the schedule."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    one = layout(pp=pp, vpp=vpp, num_microbatches=m)
+    for rank in range(pp):
+        total = m * vpp
+        if vpp == 1:
+            warm_up = min(pp - rank - 1, m)
+        else:
+            assert len(get_schedule_table(m, vpp, pp)) == total
+            warm_up = min((pp - rank - 1) * 2 + (vpp - 1) * pp, total)
+        order = ["F"] * warm_up + ["F", "B"] * (total - warm_up) + ["B"] * warm_up
+        held = most = 0
+        for kind in order:
+            held += 1 if kind == "F" else -1
+            most = max(most, held)
+        assert held == 0 and in_flight(one, rank) == most
+
+
+def test_less_is_kept_under_every_later_policy():
+    sizes = (4, 4)
+    kept = [
+        of_rank(job(), layout(), Options(policy=policy), sizes, 0).device["activations"]
+        for policy in ("keep", "selective", "full", "full+cpu")
+    ]
+    assert kept == sorted(kept, reverse=True) and kept[0] > kept[-1]
+
+
+def test_bubble_and_traffic():
+    sizes = (4, 4)
+    cost = of_layout(job(), layout(), Options(policy="keep"), sizes, HARDWARE)
+    assert cost.bubble * cost.seconds == pytest.approx(cost.compute_seconds * 1 / 8)
+    # one hop of hidden states and finished blocks, forward and backward, 8 micro-batches of 64 tokens in bf16; layers
+    # 0..3 in blocks of 3 leave the embedding, one block and the partial sum
+    assert cost.sent["PP"] == 2 * 3 * 64 * 128 * 2 * 8
+    assert cost.sent["TP"] == cost.sent["CP"] == 0
+    plain = dataclasses.replace(KIMI_K3_MOE_TINY, attn_res_block_size=None)
+    assert of_layout(job(plain), layout(), Options(), sizes, HARDWARE).sent["PP"] == 2 * 64 * 128 * 2 * 8
+
+
+def test_reasons():
+    asked = Job(KIMI_K3, 4096, 8192, 8192)
+    assert impossible(asked, 3, 1, 1, 1, 1, 1) == "TP x CP x PP does not divide the number of GPUs"
+    assert impossible(asked, 1, 1, 64, 2, 1, 1) == "more chunks than layers"
+    assert impossible(asked, 1, 1, 8, 1, 256, 1) == "EP does not divide the experts"
+    assert impossible(asked, 1, 1, 1, 2, 1, 1) == "virtual stages without a pipeline"
+    assert impossible(asked, 8, 1, 8, 4, 128, 1) == ""
+    assert "heads" in impossible(dataclasses.replace(asked, gpus=4096 * 64), 64, 1, 1, 1, 1, 1)
+    found = [one for one, _ in candidates(asked, {"tp": 8, "pp": 8}, 8) if one is not None]
+    assert found and all(one.tp == 8 and one.pp == 8 and one.dp * 64 * one.cp == 4096 for one in found)
+    assert layout_string([2, 1, 3]) == "Ett|t|tttL"
+
+
+def test_command_line(tmp_path, capsys):
+    base = ["--model", "kimi_linear", "--gpus", "64"]
+    files = ["--json", str(tmp_path / "plan.json"), "--png", str(tmp_path / "plan.png")]
+    assert main([*base, *files, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert report["model"]["parameters"] == 49_122_675_072 and len(report["layouts"]) == 3
+    assert report["considered"] == report["fitting"] + sum(report["rejected"].values())
+    seconds = [entry["seconds_per_step"] for entry in report["layouts"]]
+    assert seconds == sorted(seconds) and "--k3-model kimi_linear" in text
+    for entry in report["layouts"]:
+        assert max(sum(rank.values()) for rank in entry["device_bytes_by_rank"]) <= 80e9
+        assert sum(entry["layers_per_chunk"]) == KIMI_LINEAR.num_layers
+    assert main([*base[:2], "--gpus", "1", "--gpu-memory", "24"]) == 1
+    text = capsys.readouterr().out
+    assert "No layout fits" in text and "nearest: " in text and "does not fit under any policy" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gpus 0", "'0' is not a whole number from 1"),
+        ("--gpu-memory nan", "'nan' is not a number above 0"),
+        ("--policies keep,everything", "--policies 'everything' is unknown"),
+        ("--context 3000", "--global-batch-tokens 67108864 is no multiple of --context 3000"),
+        ("--efficiency 2", "--efficiency 2 must not be above 1"),
+        ("--json nowhere/plan.json", "its folder does not exist"),
+        ("--model kimi_k9", "invalid choice"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--model", "kimi_linear", "--gpus", "8", *words.split()])
+    assert end.value.code == 2 and message in capsys.readouterr().err
