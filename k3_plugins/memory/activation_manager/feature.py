@@ -134,8 +134,7 @@ class ActivationManagerFeature:
         manager = training.RUNTIME.manager
         if manager is None:
             return Witness("not attached to the model", ok=False)
-        idle = training.idle_rules(manager)  # collectives: on every rank
-        lending = training.start_lending(manager, args)
+        idle = training.idle_rules(manager)  # a collective: on every rank
         totals = manager.bytes_by_policy()
         stored = ", ".join(f"{policy} {totals[policy] / MIB:.2f} MiB" for policy in sorted(totals))
         left = manager.pool.used
@@ -145,19 +144,20 @@ class ActivationManagerFeature:
         unrecorded = [i for i in range(len(model_chunks)) if not manager.rows.get(i)]
         if unrecorded:
             problems.append(f"no forward pass of model chunks {unrecorded} was recorded")
-        return Witness(
-            summary="; ".join(problems)
-            or f"per micro-batch: {stored}; peak on the device {manager.ledger.peak / MIB:.2f} MiB, host buffers"
-            f" {manager.pool.peak / MIB:.2f} MiB{f'; {lending.describe()}' if lending else ''}",
-            ok=not problems,
-            details={
-                "bytes_by_policy": totals,
-                "peak_device_bytes": manager.ledger.peak,
-                "peak_host_bytes": manager.pool.peak,
-                "passes": manager.passes,
-                "hits": dict(zip(map(str, manager.rules.rules), manager.rules.hits, strict=True)),
-            },
+        peak = manager.ledger.peak
+        details = {
+            "bytes_by_policy": totals,
+            "peak_device_bytes": peak,
+            "peak_host_bytes": manager.pool.peak,
+            "passes": manager.passes,
+            "hits": dict(zip(map(str, manager.rules.rules), manager.rules.hits, strict=True)),
+        }
+        lending = training.start_lending(manager, args)  # another one
+        summary = (
+            f"per micro-batch: {stored}; peak on the device {peak / MIB:.2f} MiB, host buffers"
+            f" {manager.pool.peak / MIB:.2f} MiB{f'; {lending.describe()}' if lending else ''}"
         )
+        return Witness("; ".join(problems) or summary, ok=not problems, details=details)
 
 
 FEATURE = ActivationManagerFeature()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from k3_plugins.feature import FeatureError
+from k3_plugins.memory.activation_manager.errors import ActivationError
 from k3_plugins.memory.activation_manager.names import LABELS
 from k3_plugins.memory.policy import Policy
 
@@ -176,6 +177,7 @@ def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
         report=lambda text: RUNTIME.watch.publish(text),
         pinned=dist.get_backend() == "nccl" and torch.cuda.is_available(),
     )
+    lending.made_after = manager.passes
     manager.remote, manager.level = lending.carrier, lending.plan.levels[lending.place]
     manager.ledger.reset_peak()
     store = dist.distributed_c10d._get_default_store().clone()
@@ -202,10 +204,29 @@ def write_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
         if RUNTIME.manager is not None:
+            _check_lending(RUNTIME.manager)
             _write(RUNTIME.manager, iteration)
         return result
 
     return training_log
+
+
+def _check_lending(manager: ActivationManager) -> None:
+    """A rank that borrows must have sent something in the first step under the plan.
+
+    Raises:
+        ActivationError: if it has not.
+    """
+    lending = RUNTIME.lending
+    if lending is None or manager.passes == lending.made_after:
+        return
+    if lending.plan.of_borrower(lending.place) and not manager.remote.sent_bytes:
+        text = (
+            f"pipeline stage {lending.place} borrows memory by the plan and sent nothing in a whole step: its"
+            " activations are smaller than in the first step. Drop remote from --activation-policy, or start again"
+        )
+        RUNTIME.watch.publish(text)
+        raise ActivationError(text)
 
 
 def _write(manager: ActivationManager, iteration: int) -> None:

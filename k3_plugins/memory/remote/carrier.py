@@ -36,6 +36,8 @@ class Lease:
     session: str
     address: int
     region: Region
+    planned: int
+    """Bytes that the plan counts with; the rest of the region is headroom, taken when every planned part is full."""
 
 
 @dataclass(eq=False)
@@ -144,7 +146,8 @@ class RemoteCarrier:
         Raises:
             RemoteError: if no lease has it.
         """
-        for lease in self.leases:
+        within = [lease for lease in self.leases if lease.region.used + nbytes <= lease.planned]
+        for lease in (*within, *self.leases):
             with self._lock:
                 start = lease.region.take(nbytes)
             if start is not None:

@@ -45,6 +45,8 @@ class Lending:
     """What it keeps for others."""
     partners: tuple[int, ...]
     """Global ranks that it lends to or borrows from."""
+    made_after: int = 0
+    """Forward passes that were recorded before."""
 
     @property
     def reserved(self) -> int:
@@ -110,7 +112,7 @@ def arrange(
     leases = []
     for loan in plan.of_borrower(place):
         session, address, size = all_offers[loan.lender][place]
-        leases.append(Lease(dist.get_global_rank(group, loan.lender), session, address, Region(size)))
+        leases.append(Lease(dist.get_global_rank(group, loan.lender), session, address, Region(size), loan.nbytes))
     largest_tensor = max((row.stored for chunk in rows for row in chunk if row.policy.endswith("remote")), default=0)
     carrier = RemoteCarrier(
         engine,

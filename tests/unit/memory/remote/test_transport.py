@@ -35,7 +35,7 @@ class Memory:
 
 def carrier_over(memory, room=1 << 21, **options):
     told = []
-    leases = [Lease(3, "here", 64, Region(room)), Lease(5, "there", 64 + room, Region(room))]
+    leases = [Lease(3, "here", 64, Region(room), room), Lease(5, "there", 64 + room, Region(room), room)]
     options = {"staging_bytes": 1 << 20, "timeout": 2.0, "report": told.append, **options}
     return RemoteCarrier(memory, leases, **options), told
 
