@@ -38,8 +38,8 @@ LAYOUTS = {
     "TP 2 SP PP 2, selective recomputation": pytest.param(
         4,
         FEATURES,
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
-        " --recompute-granularity selective --recompute-modules layernorm moe",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+        " --pipeline-model-parallel-size 2 --recompute-granularity selective --recompute-modules layernorm moe",
         "*=cpu, attention.linear_proj=recompute",
         marks=pytest.mark.slow,
     ),
@@ -79,8 +79,11 @@ def train(folder, nprocs, features, *groups, rules=None, perturb=True):
         line = flags(K3, named, *groups, words)
     else:
         line = [*stock("--k3-platform cpu --train-iters 3", *groups), *named, *words]
-    option = ["--perturb"] if perturb else []
-    launch("tests.harness.gradients", [folder, *option, DOOR, *line], nprocs=nprocs, timeout=500)
+    if "pipeline-zero2" in features:  # its gradients are not in Megatron's buffers: parameters are compared
+        launch(DOOR, line, nprocs=nprocs, timeout=500, records=folder, digest=True)
+    else:
+        option = ["--perturb"] if perturb else []
+        launch("tests.harness.gradients", [folder, *option, DOOR, *line], nprocs=nprocs, timeout=500)
     return folder
 
 
@@ -97,8 +100,9 @@ def test_stored_activations_change_no_bit(nprocs, features, words, rules, tmp_pa
     plain = train(tmp_path / "plain", nprocs, features, words)
     managed = train(tmp_path / "managed", nprocs, features, words, rules=rules)
     assert losses.first_difference(losses.read(managed), losses.read(plain)) is None
-    expected = gradients.assemble(plain)
-    assert all(torch.equal(value, expected[key]) for key, value in gradients.assemble(managed).items())
+    if "pipeline-zero2" not in features:
+        expected = gradients.assemble(plain)
+        assert all(torch.equal(value, expected[key]) for key, value in gradients.assemble(managed).items())
     check_report(managed / "report", nprocs, rules, capsys)
 
 
@@ -122,7 +126,7 @@ def check_report(folder, nprocs, rules, capsys):
         ("atention.*=cpu", "rule 'atention.*=cpu' matches nothing in this model. Names here are for example attention"),
         ("attention=cpu, mlp.linear_fc9=cpu", "rule 'mlp.linear_fc9=cpu' matched no saved tensor on any rank"),
         ("mlp=cpu+fp8", "write fp8 first"),
-        ("mlp=remote", "rule 'mlp=remote'"),
+        ("mlp=remote", "policy remote levels the memory of pipeline ranks and needs at least 2; write cpu"),
     ],
 )
 def test_bad_rules_end_with_a_sentence(rules, message):
