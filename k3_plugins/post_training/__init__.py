@@ -1,1 +1,1 @@
-"""Post-training: the chat template."""
+"""Post-training: quantization-aware training, the chat template, fine-tuning on conversations."""
