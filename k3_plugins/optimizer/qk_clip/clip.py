@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from k3_plugins.feature import FeatureError
 from k3_plugins.optimizer.qk_clip.heads import ClippedAttention, clipped_attentions
 
 
@@ -81,13 +82,19 @@ class QKClip:
         """Scale the rows that one of Megatron's optimizers (not a chain of them) owns on this rank."""
         if not self._eta:
             return
-        held = {id(values) for group in optimizer.optimizer.param_groups for values in group["params"]}
+        held = _stepped(optimizer)
         for attention, eta in zip(self.attentions, self._eta, strict=True):
             for rows in attention.rows:
                 for values, first in _owned(optimizer, rows.parameter, held):
                     width = rows.parameter.numel() // rows.parameter.shape[0]
                     row = torch.arange(first, first + values.numel(), device=values.device) // width
                     values.view(-1).mul_(rows.factors(eta).to(values)[row])
+
+
+def _stepped(optimizer: Any) -> set[int]:
+    """ids of the tensors that the inner optimizer steps; none where every parameter of this rank is frozen."""
+    inner = optimizer.optimizer
+    return set() if inner is None else {id(values) for group in inner.param_groups for values in group["params"]}
 
 
 def _owned(optimizer: Any, parameter: torch.nn.Parameter, held: set[int]) -> Iterator[tuple[Tensor, int]]:
@@ -107,8 +114,14 @@ def _owned(optimizer: Any, parameter: torch.nn.Parameter, held: set[int]) -> Ite
 
 
 def attach(clip: QKClip, optimizer: Any) -> None:
-    """Run the clip inside every step of an optimizer that `get_megatron_optimizer` returned."""
-    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+    """Run the clip inside every step of an optimizer that `get_megatron_optimizer` returned.
+
+    Raises:
+        FeatureError: if the optimizer steps some clipped weights on no rank that can be reached.
+    """
+    leaves = getattr(optimizer, "chained_optimizers", [optimizer])
+    _require_all_rows(clip, leaves)
+    for leaf in leaves:
         # FP32Optimizer has no separate masters and therefore no copy into the model.
         name = "_copy_main_params_to_model_params"
         if hasattr(leaf, name):
@@ -126,6 +139,28 @@ def attach(clip: QKClip, optimizer: Any) -> None:
             clip.end_step()
 
     optimizer.step = clipped_step
+
+
+def _require_all_rows(clip: QKClip, leaves: Sequence[Any]) -> None:
+    """A clip that finds nothing to scale would be silent (frozen weights stay). Collective over the clip's group."""
+    rows = [(attention.name, item.parameter) for attention in clip.attentions for item in attention.rows]
+    rows = [(name, parameter) for name, parameter in rows if parameter.requires_grad]
+    if not rows:
+        return
+    found = torch.zeros(len(rows), dtype=torch.int64, device=clip.device)
+    for leaf in leaves:
+        held = _stepped(leaf)
+        for index, (_, parameter) in enumerate(rows):
+            found[index] += sum(values.numel() for values, _ in _owned(leaf, parameter, held))
+    torch.distributed.all_reduce(found, group=clip.group)
+    for (name, parameter), count in zip(rows, found.tolist(), strict=True):
+        if count < parameter.numel():
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+            raise FeatureError(
+                f"qk-clip: {kinds} steps {count} of the {parameter.numel()} query and key weights of {name} where they "
+                "can be scaled; use --optimizer adam with --use-distributed-optimizer, or drop qk-clip from "
+                "--k3-plugins"
+            )
 
 
 def _before(action: Any, original: Any) -> Any:

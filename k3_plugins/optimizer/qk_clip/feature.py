@@ -13,6 +13,17 @@ from k3_plugins.optimizer.qk_clip.training import (
 )
 from k3_plugins.patching import Patch, PatchKind
 
+_UNREACHED_MASTERS = {
+    "reuse_grad_buf_for_mxfp8_param_ag": "copies the masters outside of the optimizer step, after qk-clip",
+    "use_precision_aware_optimizer": "keeps masters inside the fused optimizer, where qk-clip does not reach them: the"
+    " next step would undo the clip",
+    "optimizer_cpu_offload": "updates copies of the weights in host memory, which qk-clip does not reach: the next step"
+    " would undo the clip",
+    "use_megatron_fsdp": "shards weights in a way that qk-clip does not know",
+    "use_torch_fsdp2": "shards weights in a way that qk-clip does not know",
+}
+"""Flags with which the weights that the optimizer really steps are elsewhere, and why."""
+
 
 class QKClipFeature:
     """See the module docstring. Its flags are Megatron's --qk-clip-threshold and --qk-clip-alpha."""
@@ -79,11 +90,9 @@ class QKClipFeature:
                 f" {args.tensor_model_parallel_size}: a rank's weights are then not those of its heads, and qk-clip"
                 " cannot scale them; use at most as many tensor-parallel ranks as query groups"
             )
-        if args.reuse_grad_buf_for_mxfp8_param_ag:
-            raise FeatureError(
-                "--reuse-grad-buf-for-mxfp8-param-ag copies the masters outside of the optimizer step, after qk-clip;"
-                " drop it, or drop qk-clip from --k3-plugins"
-            )
+        for flag, because in _UNREACHED_MASTERS.items():
+            if getattr(args, flag):
+                raise FeatureError(f"--{flag.replace('_', '-')} {because}; drop it, or drop qk-clip from --k3-plugins")
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """Maxima were collected from every softmax attention of this rank."""

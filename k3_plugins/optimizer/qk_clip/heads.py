@@ -135,9 +135,10 @@ def _head_major(linear: Any, parts: list[tuple[int, float]]) -> list[ClippedRows
 def _plain_rows(name: str, attention: Any, alpha: float) -> list[ClippedRows]:
     config = attention.config
     if config.qk_layernorm or config.qk_l2_norm:
+        flag = "--qk-layernorm" if config.qk_layernorm else "--qk-l2-norm"
         raise FeatureError(
             f"qk-clip: {name} normalises queries and keys, so scaling their weights does not bound the logits; drop"
-            " --qk-layernorm, or drop qk-clip from --k3-plugins"
+            f" {flag}, or drop qk-clip from --k3-plugins"
         )
     width = config.kv_channels
     groups = attention.num_query_groups_per_partition

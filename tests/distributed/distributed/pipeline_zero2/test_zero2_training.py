@@ -179,7 +179,13 @@ SWEEP = {
     "fp16": (2, "--fp16 --initial-loss-scale 67108864", "", None),
     "average in the collective": (2, "--ddp-average-in-collective", "", {}),
     "no clipping, zeros counted": (2, "--clip-grad 0 --log-num-zeros-in-grad", "", None),
-    "step on the CPU, zeros counted": (2, "--log-num-zeros-in-grad", "--zero2-optimizer-device cpu", {}),
+    # Without key biases, whose gradients are 0 but for rounding: now and then one is exactly 0.
+    "step on the CPU, zeros counted": (
+        2,
+        "--log-num-zeros-in-grad --disable-bias-linear",
+        "--zero2-optimizer-device cpu",
+        {},
+    ),
     "step on the CPU": (4, PP2_VPP2, "--zero2-group 2 --zero2-optimizer-device cpu", {}),
     "step on the CPU, bf16": (
         2,

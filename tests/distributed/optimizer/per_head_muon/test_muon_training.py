@@ -71,17 +71,36 @@ def test_kill_during_save_keeps_the_last_checkpoint(half_way, tmp_path):
     assert first_difference(resumed.steps, {i: step for i, step in whole.steps.items() if i > 2}) is None
 
 
+# The same model and optimizer flags without the feature.
+ADAMW = MUON.replace(",per-head-muon", "").replace("--muon-fp32-matmul-prec high --muon-adamw-lr 1e-3", "")
+
+
 def test_adamw_refuses_the_checkpoint_with_a_sentence(half_way, tmp_path):
     """And takes the weights alone when it is told so."""
-    adamw = [word.replace("kda,gated-mla,per-head-muon", "kda,gated-mla") for word in MUON.split()]
-    adamw = [word for pair in zip(adamw[::2], adamw[1::2], strict=True) for word in pair if "--muon" not in pair[0]]
-    words = flags(adamw, f"{TWO_RANKS} --load {half_way[0] / 'ckpt'} --dist-ckpt-optim-fully-reshardable")
+    words = flags(ADAMW, f"{TWO_RANKS} --load {half_way[0] / 'ckpt'} --dist-ckpt-optim-fully-reshardable")
     refused = launch(DOOR, words, nprocs=2, check=False)
     assert refused.rc == 2
     for log in refused.logs:
         assert "holds the optimizer state of per-head-muon" in log and "--no-load-optim" in log, log[-2000:]
     taken = launch(DOOR, [*words, "--no-load-optim"], nprocs=2, records=tmp_path)
     assert sorted(read(taken.records)) == [4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_adamw_is_refused_with_a_sentence_or_converted(tmp_path):
+    words = f"{TWO_RANKS} --exit-interval 2 --save-interval 1000 --save {tmp_path}/ckpt"
+    launch(DOOR, flags(ADAMW, words), nprocs=2)
+    # The learning rate of AdamW's parameters must be the saved one, or their groups are others.
+    muon = MUON.replace("--muon-adamw-lr 1e-3", "")
+    words = flags(muon, f"{TWO_RANKS} --load {tmp_path}/ckpt")
+    refused = launch(DOOR, words, nprocs=2, check=False)
+    assert refused.rc == 2
+    for log in refused.logs:
+        assert "another optimizer's state is in the checkpoint" in log, log[-2000:]
+        assert "--muon-adamw-checkpoint convert" in log and "--no-load-optim" in log
+    for number, way_out in enumerate((["--muon-adamw-checkpoint", "convert"], ["--no-load-optim"])):
+        taken = launch(DOOR, [*words, *way_out], nprocs=2, records=tmp_path / str(number))
+        assert sorted(read(taken.records)) == [3, 4, 5, 6]
 
 
 @pytest.mark.slow

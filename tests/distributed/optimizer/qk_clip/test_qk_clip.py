@@ -1,11 +1,14 @@
 """QK-clip through the product's door: a head pushed over the threshold comes back to it, in every layout alike."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from k3_plugins.feature import FeatureError
-from k3_plugins.optimizer.qk_clip import heads
+from k3_plugins.optimizer.qk_clip import clip, heads
+from k3_plugins.optimizer.qk_clip.heads import ClippedAttention, ClippedRows
 from tests.harness.k3_model import MODEL, flags
 from tests.harness.launch import launch
 from tests.harness.spawn import spawn
@@ -16,8 +19,10 @@ K3 = [word.replace("kda,gated-mla", "kda,gated-mla,qk-clip") for word in MODEL]
 STILL = """--train-iters 2 --lr 0 --min-lr 0 --lr-warmup-iters 0 --micro-batch-size 2 --global-batch-size 8
     --init-method-std 0.2"""
 DIST_OPT = "--use-distributed-optimizer"
+# A bucket of its own for every parameter: the data-parallel ranks hold half of each, the second one from the middle on.
+CUT = f"{DIST_OPT} --overlap-grad-reduce --ddp-bucket-size 1"
 LAYOUTS = {
-    "DP 2, distributed optimizer": (2, DIST_OPT),
+    "DP 2, distributed optimizer, every weight cut": (2, CUT),
     "DP 2, distributed optimizer, bf16": (2, f"{DIST_OPT} --bf16"),
     "bf16, recomputation": (
         1,
@@ -46,7 +51,7 @@ PLAIN = [
 ]
 PLAIN_LAYOUTS = {
     "one process": (1, ""),
-    "TP 2 DP 2, distributed optimizer": (4, f"--tensor-model-parallel-size 2 {DIST_OPT}"),
+    "TP 2 DP 2, distributed optimizer, every weight cut": (4, f"--tensor-model-parallel-size 2 {CUT}"),
     "TP 2 SP DP 2, distributed optimizer, bf16": (
         4,
         f"--tensor-model-parallel-size 2 --sequence-parallel {DIST_OPT} --bf16",
@@ -176,6 +181,33 @@ def come_back(nprocs, words, unclipped, tmp_path, model):
     assert sum(len(rank["names"]) for rank in ranks if rank["tp"] == 0) >= 2
 
 
+def out_of_reach(rank, world_size):
+    """An optimizer that steps tensors of its own is refused when the clip is attached."""
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    rows = ClippedRows(weight, torch.tensor([0, 0, 1, 1]), torch.ones(4))
+    attention = ClippedAttention("layer 0", 2, lambda: None, [rows])
+    qk_clip = SimpleNamespace(
+        attentions=[attention],
+        device=torch.device("cpu"),
+        group=torch.distributed.group.WORLD,
+        apply=lambda leaf: None,
+    )
+
+    def leaf(stepped):
+        inner = SimpleNamespace(param_groups=[{"params": stepped}])
+        return SimpleNamespace(optimizer=inner, step_with_ready_grads=lambda: True, step=lambda: True)
+
+    frozen = SimpleNamespace(optimizer=None, step_with_ready_grads=lambda: True)
+    for stepped in ([weight], [weight] if rank == 0 else []):
+        clip.attach(qk_clip, SimpleNamespace(chained_optimizers=[frozen, leaf(stepped)], step=lambda: True))
+    with pytest.raises(FeatureError, match="SimpleNamespace steps 0 of the 12 query and key weights of layer 0"):
+        clip.attach(qk_clip, leaf([weight.detach().clone()]))
+
+
+def test_weights_out_of_reach_are_refused():
+    spawn(out_of_reach, 2)
+
+
 def plain_attention(rank, world_size, groups, gate):
     """Maxima of a plain attention before and after one clip, and the weights' bits."""
     from megatron.core import parallel_state, tensor_parallel
@@ -299,6 +331,9 @@ def test_attention_that_reports_no_maxima_is_refused():
             "steps every parameter with AdamW, not with per-head-muon",
         ),
         ("--log-max-attention-logit", "--log-max-attention-logit is Megatron's own"),
+        (f"{DIST_OPT} --use-precision-aware-optimizer", "--use-precision-aware-optimizer keeps masters inside"),
+        (f"{DIST_OPT} --optimizer-cpu-offload", "--optimizer-cpu-offload updates copies of the weights"),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2 shards weights"),
     ],
 )
 def test_bad_flags_end_with_a_sentence(words, message):
