@@ -33,6 +33,7 @@ from k3_plugins.memory.policy import Policy
 if TYPE_CHECKING:
     from k3_plugins.memory.activation_manager.rules import Rule
     from k3_plugins.memory.remote.carrier import RemoteCarrier
+    from k3_plugins.memory.remote.plan import Plan
 
 
 class ActivationManager:
@@ -61,6 +62,7 @@ class ActivationManager:
         self.random = random or TorchRandomStates()
         self.remote: RemoteCarrier | None = None
         """Set when the plan of loans is made."""
+        self.plan: Plan | None = None
         self.level = 0
         """Device bytes above which remote tensors leave this rank."""
         self.recording: Recording | None = None

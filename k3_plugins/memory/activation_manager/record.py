@@ -58,6 +58,7 @@ def _remote(manager: ActivationManager) -> dict[str, Any] | None:
         return None
     return {
         "level": manager.level,
+        "plan": {"unlevelled": manager.plan.unlevelled, "levelled": manager.plan.levelled},
         "sent_bytes": carrier.sent_bytes,
         "fetched_bytes": carrier.fetched_bytes,
         "blocked_seconds": carrier.blocked.seconds,

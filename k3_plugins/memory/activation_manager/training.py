@@ -178,7 +178,8 @@ def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
         pinned=dist.get_backend() == "nccl" and torch.cuda.is_available(),
     )
     lending.made_after = manager.passes
-    manager.remote, manager.level = lending.carrier, lending.plan.levels[lending.place]
+    manager.remote, manager.plan = lending.carrier, lending.plan
+    manager.level = lending.plan.levels[lending.place]
     manager.ledger.reset_peak()
     store = dist.distributed_c10d._get_default_store().clone()
     RUNTIME.lending = lending

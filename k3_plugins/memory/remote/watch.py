@@ -24,6 +24,9 @@ INTERVAL = 1.0
 LIMIT = 8.0
 """Seconds after which a partner's silence counts as its end: well above a pause of the machine."""
 
+LIMIT_AFTER_A_FAILURE = 3.0
+"""The same for a rank whose own step has failed: a dead peer closes connections, and is then silent as well."""
+
 _ALIVE = "k3_plugins/activation/alive/{}"
 _NEWS = "k3_plugins/activation/failed"
 _OVER = "k3_plugins/activation/over"
@@ -42,6 +45,7 @@ class Watch:
         self._store, self._rank, self._partners = store, rank, tuple(partners)
         self._interval = max(INTERVAL, world_size / 500)  # thousands of ranks ask one server
         self._stop = threading.Event()
+        self._limit = LIMIT
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._run, name="k3_plugins activation watch", daemon=True)
@@ -75,7 +79,8 @@ class Watch:
 
         Returns if there is none, because the fault is this rank's own; the other ranks are then told.
         """
-        self._thread.join(LIMIT + 3 * self._interval)
+        self._limit = LIMIT_AFTER_A_FAILURE
+        self._thread.join(self._limit + 3 * self._interval)
         self.publish("its training step failed; the traceback is in its log. Start again from the last checkpoint")
 
     def _run(self) -> None:
@@ -101,7 +106,7 @@ class Watch:
             beat, since = self._seen.get(partner, (-1, now))
             if int(text) != beat:
                 self._seen[partner] = (int(text), now)
-            elif now - since > LIMIT:
+            elif now - since > self._limit:
                 self.publish(
                     f"rank {partner}, which lends activation memory to rank {self._rank} or borrows it, has not"
                     f" answered for {now - since:.0f} s: it died, or hangs. Start again from the last checkpoint"
