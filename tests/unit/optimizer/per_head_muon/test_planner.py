@@ -13,7 +13,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from k3_plugins.optimizer.per_head_muon.planner import Place, assign, even_bounds, least_busiest, message_size, view
 from k3_plugins.optimizer.per_head_muon.splits import Split, SplitError, matrices, whole
 from tests.distributed.optimizer.per_head_muon import traffic
-from tests.distributed.optimizer.per_head_muon.literal import blocks
 
 GROUP = (("q", 4), ("q", 4), ("k", 4), ("v", 4))
 
@@ -235,23 +234,25 @@ def test_every_rank_receives_what_megatrons_bucket_layout_says(ranks, rule, buck
     layout = DistributedOptimizer._compute_per_buffer_param_layout(
         list(params.values()), bucket, ranks, DistributedDataParallelConfig(use_distributed_optimizer=True)
     )
-    found, bounds, elements, held = [], {}, {}, {}
+    found, bounds, held = [], {}, {}
     for name, (rows, *columns) in shapes.items():
         if not columns:
             continue
         start, stop, number = layout.param_index_map[params[name]]
-        held[name] = traffic.holders(start, stop, *layout.bucket_indices[number], ranks)
         bounds[name] = even_bounds(start, stop, *layout.bucket_indices[number], ranks)
         heads = name.endswith("qkv")
         split = Split((("q", 8), ("q", 8), ("k", 8), ("v", 8)), 3, "head") if heads else whole(rows)
         found += matrices(name, split, (rows, 64), None, 1)[0]
-        elements |= traffic.matrices(name, (rows, 64), lambda _, n, b=8 if heads else rows: blocks(b, n // b))
+        where = traffic.holders(start, stop, *layout.bucket_indices[number], ranks)
+        height = 8 if heads else rows
+        held |= {(name, at): where[at : at + height * 64] for at in range(0, rows * 64, height * 64)}
     assignments = assign([found], [bounds], ranks, rule)
     owners = {(a.matrix.parameter, a.sources[0].element): a.owner.data_rank for a in assignments}
-    assert owners.keys() == elements.keys()
-    expected = traffic.received(elements, held, owners, ranks)
+    assert owners.keys() == held.keys()
+    by_hand = [(held[key], owner) for key, owner in owners.items()]
+    expected = traffic.received(by_hand, ranks)
     assert [view(assignments, Place(0, rank)).elements_received for rank in range(ranks)] == expected
-    assert sum(expected) == traffic.formula(elements, held, owners) > 0
+    assert sum(expected) == traffic.formula(by_hand) > 0
 
 
 def test_unknown_owner_rule():
