@@ -84,7 +84,7 @@ def _print(report: dict[str, Any], by: str, rules: Sequence[str], hypothetical: 
     title = f"rank {report['rank']}, {kind}: {', '.join(rules)} (MiB of one micro-batch)"
     table = Table(title=title, title_justify="left")
     for column in (by, "policy", "saved", "on the device", "host", "remote", "dropped"):
-        table.add_column(column, justify="left" if column in (by, "policy") else "right")
+        table.add_column(column, justify="left" if column in (by, "policy") else "right", overflow="fold")
     for row in [*report["rows"], {by: "total", "policy": "", **report["total"]}]:
         sizes = (f"{row[column] / MIB:.3f}" for column in ("original", *PLACES))
         table.add_row(row[by], row["policy"], *sizes)

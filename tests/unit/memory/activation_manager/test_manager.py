@@ -8,7 +8,9 @@ from torch import nn
 
 from k3_plugins.memory import annotate
 from k3_plugins.memory.activation_manager.errors import ActivationError
+from k3_plugins.memory.activation_manager.manager import ActivationManager
 from k3_plugins.memory.activation_manager.transfer import HostCarrier
+from k3_plugins.memory.policy import Policy
 from tests.unit.memory.activation_manager.toy import ToyModel, attach, step
 
 
@@ -144,6 +146,20 @@ def test_slices_of_one_tensor_are_stored_together_or_alone():
         x.grad = None
         forward(model, x).backward()
         assert torch.equal(x.grad, reference)
+
+
+def test_values_that_a_later_layer_shares_go_in_between():
+    """Read by groups 5, 4 and 1: they stay from 5 to 4, whose backward pass is next, and are fetched again for 1."""
+    manager = ActivationManager(())
+    source = torch.randn(1000)
+    stored = manager.store(source, Policy.CPU, source.untyped_storage(), "x")
+    for group in (5, 4, 1):
+        stored.waiting[group] += 1
+    before = manager.ledger.current
+    for group, bytes_after in ((5, 4000), (4, 0), (1, 0)):
+        assert torch.equal(stored.values(), source)
+        stored.read(group)
+        assert manager.ledger.current - before == bytes_after
 
 
 def test_parameters_never_leave():

@@ -15,7 +15,7 @@ class ToyLayer(nn.Module):
         super().__init__()
         self.input_layernorm = nn.LayerNorm(width)
         self.self_attention = nn.Linear(width, 2 * width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
     def forward(self, x):
         gate, value = self.self_attention(self.input_layernorm(x)).chunk(2, dim=-1)
