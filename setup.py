@@ -25,7 +25,7 @@ setup(
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["k3_plugins", "k3_plugins.*"]),
     package_data={"k3_plugins": ["patching/fingerprints/*.json"]},
-    install_requires=["numpy", "einops", "rich", "matplotlib", "tensorboard", "pyyaml"],
+    install_requires=["numpy", "einops", "rich", "matplotlib", "tensorboard", "pyyaml", "pydantic"],
     extras_require={
         "kda": ["fla-core==0.6.0"],
         "moonep": ["numba==0.68.1"],

@@ -21,7 +21,13 @@ from k3_plugins.arguments import config_from_args, described_model, extend_parse
 from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchError, PatchKind
-from k3_plugins.training.inputs import check_data_files, check_sizes, check_spec, check_tokenizer
+from k3_plugins.training.inputs import (
+    check_data_files,
+    check_derived_sizes,
+    check_sizes,
+    check_spec,
+    check_tokenizer,
+)
 from k3_plugins.training.throughput import add_tokens_per_second
 
 
@@ -96,6 +102,7 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
         with argument_errors("Megatron"):
             result = original(args, defaults or {})
         with argument_errors("k3_plugins", ()):
+            check_derived_sizes(args)
             activation.model = manifest.model_sizes(args)
             activation.layout = layout(args)
             manifest.check_model(args, activation)

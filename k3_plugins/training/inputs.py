@@ -46,6 +46,19 @@ def check_sizes(args: Namespace) -> None:
             raise FeatureError(f"{_flag(name)} {value} must be at least 1")
 
 
+def check_derived_sizes(args: Namespace) -> None:
+    """Sizes that Megatron's validation has derived and does not look at again.
+
+    Raises:
+        FeatureError: naming the flag to give.
+    """
+    if args.ffn_hidden_size < 1:
+        raise FeatureError(
+            f"--ffn-hidden-size would be {args.ffn_hidden_size}: under --swiglu Megatron rounds two thirds of 4 x"
+            f" --hidden-size {args.hidden_size} down to a multiple of 64; give --ffn-hidden-size"
+        )
+
+
 def check_spec(args: Namespace) -> None:
     """A ``--spec`` that cannot be imported; Megatron logs it and builds the default model.
 

@@ -38,6 +38,12 @@ def test_sizes(change, message):
         inputs.check_sizes(Namespace(**{**SIZES, **change}))
 
 
+def test_a_derived_width_of_zero_is_refused():
+    inputs.check_derived_sizes(Namespace(ffn_hidden_size=64, hidden_size=24))
+    with pytest.raises(FeatureError, match="--ffn-hidden-size would be 0.*--hidden-size 16 down to a multiple of 64"):
+        inputs.check_derived_sizes(Namespace(ffn_hidden_size=0, hidden_size=16))
+
+
 def test_good_sizes():
     inputs.check_sizes(Namespace(**SIZES))
     inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))

@@ -1,0 +1,106 @@
+"""An arm of a comparison: its flags, and the grids of what is tuned for it alone.
+
+    name: hybrid
+    flags: --k3-plugins kda,gated-mla --k3-model kimi_k3_tiny
+    grid:
+      lr: [1e-3, 2e-3, 4e-3]
+      global-batch-size: [8, 16, 32]
+    nproc: 1                      # ranks of a run; 1 is the default
+    scale-with-lr: {min-lr: 0.1}  # flags that follow the learning rate
+    scale-with-steps: {lr-wsd-decay-iters: 0.2}   # flags that follow the number of steps (rounded, at least 1)
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+BATCH = "global-batch-size"
+LR = "lr"
+RESERVED = frozenset(
+    (LR, BATCH, "train-iters", "train-samples", "seed", "save", "load", "tensorboard-dir")
+    + ("eval-iters", "eval-interval")
+)
+"""Flags that the comparison sets itself, the same way for every arm."""
+
+
+class ArmError(ValueError):
+    """A file that describes no arm; the text names the file, the field and what to write."""
+
+
+class Arm(BaseModel):
+    """What one file says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    flags: tuple[str, ...] = ()
+    grid: dict[str, tuple[float, ...]]
+    nproc: Annotated[int, Field(ge=1)] = 1
+    scale_with_lr: dict[str, float] = Field(default_factory=dict, alias="scale-with-lr")
+    scale_with_steps: dict[str, float] = Field(default_factory=dict, alias="scale-with-steps")
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _words(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(shlex.split(value))
+        return tuple(str(word) for word in value) if isinstance(value, list) else value
+
+    @field_validator("grid", mode="before")
+    @classmethod
+    def _numbers(cls, value: object) -> object:
+        if not isinstance(value, dict) or set(value) - {LR, BATCH} or LR not in value:
+            raise ValueError(f"must hold {LR!r} and may hold {BATCH!r}, each a list of numbers")
+        for name, entries in value.items():
+            if not isinstance(entries, list) or not entries:
+                raise ValueError(f"{name} must be a list of numbers")
+        # YAML reads 1e-3 as a text
+        return {name: tuple(float(entry) for entry in entries) for name, entries in value.items()}
+
+    @model_validator(mode="after")
+    def _sane(self) -> Arm:
+        for name, entries in self.grid.items():
+            if any(not 0 < entry < float("inf") for entry in entries):
+                raise ValueError(f"grid.{name} {list(entries)} must be positive numbers")
+            if list(entries) != sorted(set(entries)):
+                raise ValueError(f"grid.{name} {list(entries)} must ascend without repetition")
+        if any(entry != int(entry) for entry in self.grid.get(BATCH, ())):
+            raise ValueError(f"grid.{BATCH} {list(self.grid[BATCH])} must be whole numbers")
+        for word in self.flags:
+            name = word.removeprefix("--").partition("=")[0]
+            if word.startswith("--") and name in RESERVED:
+                raise ValueError(f"flags: {word} is set by the comparison, the same way for every arm; leave it out")
+        return self
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Global batch sizes to try; empty if the flags or the shared flags decide."""
+        return tuple(int(entry) for entry in self.grid.get(BATCH, ()))
+
+
+def read(path: Path) -> Arm:
+    """The arm in a YAML file.
+
+    Raises:
+        ArmError: naming the file, every wrong field and why.
+    """
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ArmError(f"{path} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise ArmError(f"{path} must be a mapping with name, flags and grid")
+    try:
+        return Arm(**contents)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {re.sub('^Value error, ', '', fault['msg'])}"
+            for fault in error.errors()
+        ]
+        raise ArmError(f"{path}: " + "; ".join(lines)) from error
