@@ -17,6 +17,12 @@ _PROGRAM_START = time.time()  # before the heavy imports, for Megatron's start-u
 
 DOOR = "k3_plugins.finetune_gpt"
 
+K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
+
+PER_TOKEN = "--calculate-per-token-loss"
+"""Rows hold different numbers of ids with a loss. Megatron's default, the mean of the micro-batches' means, would weigh
+them by how they happen to be grouped, and under context parallelism by how they are cut."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the training; returns the exit code.
@@ -28,7 +34,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.argv[1:] = argv
     from k3_plugins.bootstrap import activate
 
-    own, sys.argv[1:] = parse(sys.argv[1:])  # Megatron parses sys.argv itself, more than once
+    own, rest = parse(sys.argv[1:])
+    sys.argv[1:] = [*rest, PER_TOKEN]  # Megatron parses sys.argv itself, more than once
     activate(sys.argv[1:], door=DOOR)
     train(own)
     return 0
@@ -90,6 +97,11 @@ def check(own: Namespace, args: Namespace) -> None:
             "--dataloader-inter-document-masking, --reset-position-ids and --reset-attention-mask",
         ),
         (args.hybrid_context_parallel, "--hybrid-context-parallel packs sequences, fine-tuning does not; drop it"),
+        (
+            args.moe_router_enable_expert_bias and list(args.spec or ()) != K3_SPEC,
+            "--moe-router-enable-expert-bias: Megatron's router cannot leave padding out of its counts; use the K3 "
+            f"layers (--spec {' '.join(K3_SPEC)}), whose router can",
+        ),
         (args.full_validation, "--full-validation is not supported here; give --eval-iters"),
         (args.overlap_moe_expert_parallel_comm, "--overlap-moe-expert-parallel-comm is not supported here; drop it"),
     ]

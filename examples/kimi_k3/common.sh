@@ -91,8 +91,8 @@ read_data_args() {
     mapfile -t DATA_ARGS < <("$K3_PYTHON" -m k3_plugins.data.flags "$DATA")
 }
 
-# launch ARGS...: the same training program ($PROGRAM, or pre-training) on NPROC processes (and, with NNODES, NODE_RANK and MASTER_ADDR, on several
-# machines).
+# launch ARGS...: the same program ($PROGRAM, by default pre-training) on NPROC processes (and, with NNODES, NODE_RANK and
+# MASTER_ADDR, on several machines).
 launch() {
     local rendezvous=(--standalone)
     if [ "${NNODES:-1}" -gt 1 ]; then

@@ -25,7 +25,6 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -37,6 +36,7 @@ from k3_plugins.transformer.gated_mla.layer import GatedMLASelfAttention
 from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.layer import KimiDeltaAttention
 from k3_plugins.transformer.kda.pattern import resolve_pattern
+from k3_plugins.transformer.moe.router import PaddedTopKRouter
 from k3_plugins.transformer.norm import RMSNorm
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def _dense(config: TransformerConfig, features: MoEFeatures) -> Callable[..., An
 
 def _moe(config: TransformerConfig, features: MoEFeatures) -> Callable[..., Any]:
     """A mixture of experts for the layer's ``mlp`` slot; modules of features that are off are not imported."""
-    router: Callable[..., Any] = TopKRouter
+    router: Callable[..., Any] = PaddedTopKRouter
     if features.quantile_balancing is not None:
         from k3_plugins.transformer.moe.quantile_balancing.spec import router_spec
 
