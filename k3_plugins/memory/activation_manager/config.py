@@ -24,10 +24,6 @@ class ActivationManagerConfig:
     activation_remote_protocol: Literal["tcp", "rdma"] = "tcp"
     """How remote activations travel between ranks."""
 
-    activation_remote_host: str | None = None
-    """Address at which other ranks reach this machine for remote activations; by default the one on the way to
-    MASTER_ADDR."""
-
     activation_remote_timeout: int = 5
     """Seconds after which a rank that does not answer a transfer counts as lost, 1 to 10."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.memory.activation_manager import training
 from k3_plugins.memory.activation_manager.config import ActivationManagerConfig
+from k3_plugins.memory.activation_manager.record import check_folder
 from k3_plugins.memory.activation_manager.rules import parse_rules
 from k3_plugins.patching import Patch, PatchKind
 
@@ -108,6 +109,8 @@ class ActivationManagerFeature:
             raise FeatureError(f"--activation-min-bytes {config.activation_min_bytes} must be at least 0")
         if config.activation_host_pool_mib is not None and not config.activation_host_pool_mib > 0:
             raise FeatureError(f"--activation-host-pool-mib {config.activation_host_pool_mib} must be more than 0")
+        if config.activation_report is not None:
+            check_folder(config.activation_report)
         for field, advice, refused in REFUSED:
             if refused(getattr(args, field)):
                 flag = TYPED.get(field, f"--{field.replace('_', '-')}")

@@ -71,7 +71,7 @@ class ActivationManager:
         self.passes = 0
         """Forward passes recorded so far."""
         self._parameters: frozenset[int] = frozenset()
-        self._host: Carrier | None = None
+        self._hosts: dict[str, Carrier] = {}
         self._hooks: Any = None
         self._listener: Any = None
 
@@ -133,17 +133,18 @@ class ActivationManager:
         return Stored(source, coded=policy.coded, carrier=carrier, ledger=self.ledger, origin=origin, name=name)
 
     def _host_carrier(self, device: torch.device) -> Carrier:
-        if self._host is None:
+        if device.type not in self._hosts:
             on_gpu = device.type == "cuda"
-            self._host = (
+            self._hosts[device.type] = (
                 StreamCarrier(self.pool, self.blocked, device) if on_gpu else HostCarrier(self.pool, self.blocked)
             )
-        return self._host
+        return self._hosts[device.type]
 
     def settle(self) -> None:
         """At the end of a step: complete the time measurements of a GPU."""
-        if isinstance(self._host, StreamCarrier):
-            self._host.settle()
+        for carrier in self._hosts.values():
+            if isinstance(carrier, StreamCarrier):
+                carrier.settle()
 
     def bytes_by_policy(self) -> dict[str, int]:
         """Original bytes of the last forward passes of this rank's chunks, by policy."""

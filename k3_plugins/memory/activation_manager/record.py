@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
+def check_folder(folder: str) -> None:
+    """Make the folder of ``--activation-report``.
+
+    Raises:
+        FeatureError: if it cannot be made or written to.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise FeatureError(f"--activation-report {folder}: {error}; name a folder that can be written") from error
+    if not os.access(folder, os.W_OK):
+        raise FeatureError(f"--activation-report {folder} cannot be written to; name another folder")
+
+
 def write_record(folder: str, manager: ActivationManager, args: Any, iteration: int) -> Path:
     """Write this rank's file, atomically; returns its path.
 

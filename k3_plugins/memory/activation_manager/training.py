@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ class _Runtime:
 
 
 RUNTIME = _Runtime()
+
+HOST_VARIABLE = "K3_ACTIVATION_HOST"
+"""Address at which other ranks reach this machine: a variable, since flags must be the same on every rank."""
 
 
 def attach_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +172,7 @@ def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
         [manager.rows[chunk] for chunk in sorted(manager.rows)],
         LendingSettings(
             protocol=settings.activation_remote_protocol,
-            host=settings.activation_remote_host,
+            host=os.environ.get(HOST_VARIABLE),
             timeout=settings.activation_remote_timeout,
             checksums=settings.activation_remote_checksum,
             headroom=settings.activation_remote_headroom,

@@ -79,17 +79,11 @@ def check_end(folder, run, survivors):
     assert max(losses.read(folder)) <= 3
 
 
-def test_a_stopped_lender(tmp_path):
-    """SIGSTOP in step 3: its connections stay open, only its silence tells."""
-    run, _ = train(tmp_path / "run", 2, "*=remote", victim=(1, "STOP", 2), check=False)
-    check_end(tmp_path / "run", run, survivors=[0])
-
-
 @pytest.mark.parametrize(
     ("layout", "rules", "lenders"),
     [
         (4, "*=remote", {2, 3}),
-        pytest.param("vpp", "*=fp8+remote", {1}, marks=pytest.mark.slow),
+        pytest.param(4, "*=fp8+remote", {2, 3}, marks=pytest.mark.slow),
         pytest.param("vpp", "*=remote", {1}, marks=pytest.mark.slow),
     ],
 )
@@ -104,7 +98,7 @@ def test_peaks_are_level(layout, rules, lenders, tmp_path):
     print(f"\n{layout} {rules}: {before} -> {after}")
     plan = reports[0]["remote"]["plan"]
     assert all(report["remote"]["plan"] == plan for report in reports)
-    if layout == 4:
+    if layout == 4 and "fp8" not in rules:  # (a layer's own values, not yet rounded, outweigh the codes of many)
         # (the plan counts a layer's tensors in whole pieces, and nothing that is on the device for a moment)
         for foretold, measured in ((plan["unlevelled"], before), (plan["levelled"], after)):
             assert all(abs(a / b - 1) <= 0.10 for a, b in zip(foretold, measured, strict=True)), (foretold, measured)
@@ -114,6 +108,7 @@ def test_peaks_are_level(layout, rules, lenders, tmp_path):
 
 
 @pytest.mark.slow
-def test_four_ranks_all_end_with_the_lender(tmp_path):
+def test_four_ranks_all_end_with_a_stopped_lender(tmp_path):
+    """SIGSTOP after step 2: its connections stay open, only its silence tells."""
     run, _ = train(tmp_path / "run", 4, "*=remote", victim=(3, "STOP", 2), check=False)
     check_end(tmp_path / "run", run, survivors=[0, 1, 2])

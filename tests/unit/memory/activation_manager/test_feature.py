@@ -62,6 +62,12 @@ def test_bad_settings_are_refused(rules, config, message):
         validate(rules, config)
 
 
+def test_a_report_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FeatureError, match="--activation-report .*name a folder that can be written"):
+        validate(config={"activation_report": str(tmp_path / "file" / "run")})
+
+
 def test_bad_remote_settings_are_refused():
     for config in ({"activation_remote_timeout": 11}, {"activation_remote_headroom": -0.1}):
         with pytest.raises(FeatureError, match=next(iter(config)).replace("_", "-")):
