@@ -24,11 +24,11 @@ QAT = f"{PLAIN},mxfp4-qat"
 BALANCED = f"{QAT},moonep"
 
 LAYOUTS = {
-    "EP 2 alltoall": (2, QAT, "--expert-model-parallel-size 2 --save {}/alltoall --save-interval 2"),
     "EP 2 moonep": (2, BALANCED, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
     "PP 2 VPP 2": (2, QAT, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
 }
 SLOW_LAYOUTS = {
+    "EP 2 alltoall": (2, QAT, "--expert-model-parallel-size 2 --save {}/alltoall --save-interval 2"),
     "PP 2": (2, QAT, "--pipeline-model-parallel-size 2 --moe-token-dispatcher-type allgather"),
     "TP 2 SP EP 2 moonep, recomputation": (
         2,
@@ -71,7 +71,8 @@ class Runs:
 
     def __getitem__(self, layout):
         if layout not in self.done:
-            nprocs, features, words = (1, QAT, "") if layout == "one" else (LAYOUTS | SLOW_LAYOUTS)[layout]
+            one = {"one": (1, QAT, f"--save {{}}/one --save-interval {STEPS}")}
+            nprocs, features, words = (one | LAYOUTS | SLOW_LAYOUTS)[layout]
             folder = self.root / layout.replace(" ", "-").replace(",", "")
             self.done[layout] = train(folder, nprocs, features, words.format(self.root), self.start)
         return self.done[layout]
@@ -108,6 +109,7 @@ def test_more_layouts_equal_one_process(layout, runs):
     compare(runs, layout)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_under_another_layout(runs, tmp_path):
     """Saved under EP 2 after two steps, continued under EP 4 with MoonEP and the optimizer's state."""
     runs["EP 2 alltoall"]
@@ -119,8 +121,8 @@ def test_a_checkpoint_continues_under_another_layout(runs, tmp_path):
 
 
 def test_a_checkpoint_of_quantized_experts_is_refused_without_the_flag(runs):
-    runs["EP 2 alltoall"]
-    words = flags(MODEL, PLAIN, f"--load {runs.root}/alltoall --ckpt-format torch_dist")
+    runs["one"]
+    words = flags(MODEL, PLAIN, f"--load {runs.root}/one --ckpt-format torch_dist")
     result = launch(DOOR, words, timeout=300, check=False)
     assert result.rc == 2
     assert "it was saved with feature 'mxfp4-qat', which is off" in result.logs[0]

@@ -27,9 +27,9 @@ FEATURES = "--k3-plugins kda,gated-mla,latent-moe,quantile-balancing,moonep,mxfp
 
 LAYOUTS = {
     "PP 2": (2, "--pipeline-model-parallel-size 2"),
-    "EP 2, distributed optimizer": (2, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
 }
 SLOW_LAYOUTS = {
+    "EP 2, distributed optimizer": (2, "--expert-model-parallel-size 2 --use-distributed-optimizer"),
     "PP 2 VPP 2 TP 2 SP EP 2": (
         4,
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --tensor-model-parallel-size 2 "
