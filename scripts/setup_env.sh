@@ -55,7 +55,9 @@ _k3_recheck() {
 import sys
 from importlib.metadata import version
 
-pins = [line.split("==") for line in open(sys.argv[1]).read().splitlines() if line and not line.startswith("#")]
+lines = [line.partition("; ") for line in open(sys.argv[1]).read().splitlines() if line and not line.startswith("#")]
+# the one marker in use is for Linux
+pins = [line.split("==") for line, _, marker in lines if not marker or sys.platform == "linux"]
 sys.exit(any(version(name) != pinned for name, pinned in pins) or not version("k3-plugins"))
 PY
 }
