@@ -5,7 +5,8 @@
     python -m k3_plugins.memory.report FOLDER --by tensor --rank 0 --json
 
 FOLDER is that of ``--activation-report``. Bytes are those of one micro-batch's forward pass through every chunk of a
-rank; a pipeline holds several. The what-if applies the rules to the recorded names: FP8 only where values may be
+rank, the last one (a rank sends remote tensors away only while it is above its level: what it sent in all is printed below
+the table); a pipeline holds several. The what-if applies the rules to the recorded names: FP8 only where values may be
 rounded, recompute only where the code says how (a module that a rule would make a function of its own is not known from
 a record). This module imports neither torch nor megatron.
 """
@@ -67,7 +68,15 @@ def totals(rows: Iterable[dict[str, Any]], key: str) -> dict[tuple[str, str], di
 def _report(record: dict[str, Any], rows: list[dict[str, Any]], by: str) -> dict[str, Any]:
     table = totals(rows, {"layer": "layer", "tensor": "name"}[by])
     total = {column: sum(entry[column] for entry in table.values()) for column in ("original", *PLACES)}
-    measured = ("iteration", "peak_device_bytes", "peak_host_bytes", "blocked_seconds", "blocked_waits", "passes")
+    measured = (
+        "iteration",
+        "peak_device_bytes",
+        "peak_host_bytes",
+        "blocked_seconds",
+        "blocked_waits",
+        "passes",
+        "remote",
+    )
     return {
         "rank": record["rank"],
         "rows": [{by: name, "policy": policy, **entry} for (name, policy), entry in table.items()],
@@ -97,6 +106,13 @@ def _print(report: dict[str, Any], by: str, rules: Sequence[str], hypothetical: 
             f"{report['blocked_seconds']:.3f} s in {report['blocked_waits']} fetches",
             highlight=False,
         )
+        if (remote := report["remote"]) is not None:
+            lenders = ", ".join(f"rank {lease['lender']} {lease['peak'] / MIB:.3f}" for lease in remote["leases"])
+            console.print(
+                f"remote, whole run: {remote['sent_bytes'] / MIB:.3f} MiB sent, most at a time: {lenders or 'none'} (MiB); "
+                f"level {remote['level'] / MIB:.3f} MiB, waited {remote['blocked_seconds']:.3f} s",
+                highlight=False,
+            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
