@@ -5,10 +5,10 @@
     python -m k3_plugins.memory.report FOLDER --by tensor --rank 0 --json
 
 FOLDER is that of ``--activation-report``. Bytes are those of one micro-batch's forward pass through every chunk of a
-rank, the last one (a rank sends remote tensors away only while it is above its level: what it sent in all is printed below
-the table); a pipeline holds several. The what-if applies the rules to the recorded names: FP8 only where values may be
-rounded, recompute only where the code says how (a module that a rule would make a function of its own is not known from
-a record). This module imports neither torch nor megatron.
+rank, the last one; a pipeline holds several. (A rank sends remote tensors away only while it is above its level; what it
+sent in all is printed below the table.) The what-if applies the rules to the recorded names: FP8 only where values may be
+rounded, recompute only where the code says how; a module that a rule would make a function of its own is not known from
+a record. This module imports neither torch nor megatron.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ def _report(record: dict[str, Any], rows: list[dict[str, Any]], by: str) -> dict
         "rows": [{by: name, "policy": policy, **entry} for (name, policy), entry in table.items()],
         "total": total,
         **{name: record[name] for name in measured},
+        "remote": record["remote"],
     }
 
 
@@ -109,8 +110,8 @@ def _print(report: dict[str, Any], by: str, rules: Sequence[str], hypothetical: 
         if (remote := report["remote"]) is not None:
             lenders = ", ".join(f"rank {lease['lender']} {lease['peak'] / MIB:.3f}" for lease in remote["leases"])
             console.print(
-                f"remote, whole run: {remote['sent_bytes'] / MIB:.3f} MiB sent, most at a time: {lenders or 'none'} (MiB); "
-                f"level {remote['level'] / MIB:.3f} MiB, waited {remote['blocked_seconds']:.3f} s",
+                f"remote, whole run: {remote['sent_bytes'] / MIB:.3f} MiB sent, most at a time (MiB): "
+                f"{lenders or 'none'}; level {remote['level'] / MIB:.3f} MiB, waited {remote['blocked_seconds']:.3f} s",
                 highlight=False,
             )
 
