@@ -1,1 +1,1 @@
-"""What is built out of whole training runs: fair comparisons of two ways to train."""
+"""What is built out of whole training runs: fair comparisons, and a curriculum of growing contexts."""

@@ -10,18 +10,15 @@ import math
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from k3_plugins.recipes import process
 from k3_plugins.recipes.compare.arm import Arm
 from k3_plugins.report.events import ReportError, read_run
 from k3_plugins.report.summary import VALIDATION
 
-DOOR = "k3_plugins.pretrain_gpt"
 RESULT, LOG = "trial.json", "log.txt"
 
 
@@ -88,11 +85,7 @@ def command(arm: Arm, budget: Budget, point: Point, folder: Path) -> list[str]:
     words += ["--global-batch-size", str(point.batch), "--train-iters", str(steps), "--seed", str(point.seed)]
     words += ["--eval-interval", str(max(1, steps // budget.evaluations)), "--eval-iters", str(budget.eval_iters)]
     words += ["--tensorboard-dir", str(folder / "tensorboard")]
-    start = ["-m", DOOR]
-    if arm.nproc > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arm.nproc)]
-        start = [*launcher, *start]
-    return [*start, *words]
+    return [*process.door(arm.nproc), *words]
 
 
 def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
@@ -107,16 +100,7 @@ def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
         return done
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with open(folder / LOG, "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *words], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait()
-        except BaseException:  # interrupted: the ranks must not live on
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+    code = process.run(words, folder / LOG)
     trial = _result(budget, point, folder, code)
     _write(folder / RESULT, json.dumps({"command": words, **asdict(trial)}, indent=1))
     return trial
@@ -125,13 +109,13 @@ def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
 def _result(budget: Budget, point: Point, folder: Path, code: int) -> Trial:
     steps = iterations(budget, point.batch)
     if code == 2:
-        raise TrialError(f"the run in {folder} was refused (exit code 2):\n{_tail(folder)}")
+        raise TrialError(f"the run in {folder} was refused (exit code 2):\n{process.tail(folder / LOG)}")
     try:
         series = read_run(folder).scalars.get(VALIDATION)
     except ReportError:
         series = None
     if code != 0 and not _diverged(folder):
-        raise TrialError(f"the run in {folder} ended with exit code {code}:\n{_tail(folder)}")
+        raise TrialError(f"the run in {folder} ended with exit code {code}:\n{process.tail(folder / LOG)}")
     if code != 0 and series is None:
         return Trial(point, float("inf"), (), steps)
     if series is None or not len(series.steps):
@@ -162,12 +146,6 @@ def _diverged(folder: Path) -> bool:
     """Whether Megatron ended the run at a loss or a gradient that is not finite."""
     text = (folder / LOG).read_text(errors="replace")
     return re.search(r"(found|result|norm)\W+(nan|inf)", text, re.IGNORECASE) is not None
-
-
-def _tail(folder: Path) -> str:
-    lines = (folder / LOG).read_text(errors="replace").splitlines()
-    errors = [line for line in lines if line.startswith("k3_plugins: error:")]
-    return "\n".join(errors[:3] or lines[-15:])
 
 
 def _write(path: Path, text: str) -> None:

@@ -147,10 +147,12 @@ def test_divergence_and_unequal_batches_are_no_verdict():
 
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
-MODEL = """--k3-platform cpu --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
-    --mock-data --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 8 --transformer-impl local
-    --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
-    --min-lr 0 --num-workers 0"""
+MODEL = """
+    --k3-platform cpu --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --mock-data
+    --split 90,10,0 --tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 8
+    --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
+    --no-masked-softmax-fusion --min-lr 0 --num-workers 0
+"""
 
 
 def test_two_arms_are_trained_compared_and_remembered(tmp_path, capsys, monkeypatch):

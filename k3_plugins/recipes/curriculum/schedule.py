@@ -1,0 +1,220 @@
+"""The declared stages, and what each must tell Megatron so that the whole run follows one learning-rate curve.
+
+The curve is over tokens: linear warm-up, then cosine from ``lr`` to ``min-lr`` over the whole run; a last stage with
+``cooldown`` goes down in a straight line instead, from where the cosine stands to ``min-lr``. Megatron's scheduler
+counts samples, whose tokens differ by stage. In a stage whose samples have c tokens, progress over tokens is a linear
+function of the samples counted so far, so the right numbers of warm-up and decay samples make Megatron draw that
+stage's piece of the curve; they need not be what the names say, and may be negative.
+
+Letters: N samples, T tokens counted before a stage; W tokens of warm-up, A tokens of the whole run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class CurriculumError(ValueError):
+    """A file that describes no curriculum, or a run that cannot go on; the text says what to change."""
+
+
+Words = tuple[str, ...]
+Positive = Annotated[int, Field(ge=1)]
+
+RESERVED = frozenset(
+    ("seq-length", "global-batch-size", "micro-batch-size", "train-iters", "train-samples", "exit-interval")
+    + ("lr", "min-lr", "lr-decay-style", "save", "load", "tensorboard-dir")
+    + ("lr-warmup-samples", "lr-decay-samples", "lr-warmup-fraction", "lr-warmup-iters", "lr-decay-iters")
+    + ("train-data-path", "valid-data-path", "data-path")
+)
+"""Flags that follow from the stages."""
+
+
+def _words(value: object) -> object:
+    if isinstance(value, str):
+        return tuple(shlex.split(value))
+    return tuple(str(word) for word in value) if isinstance(value, list) else value
+
+
+def _check_flags(flags: Words) -> Words:
+    for word in flags:
+        if word.startswith("--") and word.removeprefix("--").partition("=")[0] in RESERVED:
+            raise ValueError(f"{word} follows from the stages; leave it out")
+    return flags
+
+
+class Stage(BaseModel):
+    """One entry of ``stages``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    tokens: Positive
+    """Of the stage; rounded down to whole steps."""
+    context: Positive
+    """Tokens in a sequence."""
+    global_batch: Positive = Field(alias="global-batch")
+    """Sequences in a step."""
+    micro_batch: Positive = Field(default=1, alias="micro-batch")
+    nproc: Positive = 1
+    flags: Words = ()
+    """Of this stage alone: parallel sizes, recomputation."""
+    data: dict[str, Annotated[float, Field(gt=0)]]
+    """Prepared data set -> weight in the mix; long documents are upsampled by the weight of a set that holds them."""
+    cooldown: bool = False
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: object) -> object:
+        if isinstance(value, str):  # YAML reads 1e9 as a text
+            value = float(value)
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _flags(cls, value: object) -> object:
+        return _words(value)
+
+    @model_validator(mode="after")
+    def _sane(self) -> Stage:
+        _check_flags(self.flags)
+        if not self.data:
+            raise ValueError("data must name at least one prepared data set")
+        if self.tokens < self.context * self.global_batch:
+            raise ValueError(
+                f"tokens {self.tokens} is less than one step of {self.global_batch} x {self.context} tokens"
+            )
+        return self
+
+    @property
+    def steps(self) -> int:
+        """Whole steps."""
+        return self.tokens // (self.context * self.global_batch)
+
+
+class Curriculum(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: Annotated[float, Field(gt=0)]
+    min_lr: Annotated[float, Field(ge=0)] = Field(alias="min-lr")
+    warmup: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of the run's tokens."""
+    flags: Words = ()
+    """Of every stage: features, model, optimizer."""
+    eval_global_batch: Positive = Field(alias="eval-global-batch")
+    """Sequences in a validation batch, the same in every stage."""
+    stages: Annotated[tuple[Stage, ...], Field(min_length=1)]
+
+    @field_validator("flags", mode="before")
+    @classmethod
+    def _flags(cls, value: object) -> object:
+        return _words(value)
+
+    @model_validator(mode="after")
+    def _sane(self) -> Curriculum:
+        _check_flags(self.flags)
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) < len(names):
+            raise ValueError(f"stages {names} must have different names")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min-lr {self.min_lr:g} is above lr {self.lr:g}")
+        if any(stage.cooldown for stage in self.stages[:-1]):
+            raise ValueError("only the last stage may be a cooldown")
+        first = self.stages[0]
+        if self.warmup * self.tokens > first.steps * first.context * first.global_batch or first.cooldown:
+            raise ValueError("the warm-up must end inside the first stage, which is no cooldown")
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole run, in whole steps."""
+        return sum(stage.steps * stage.context * stage.global_batch for stage in self.stages)
+
+    def learning_rate(self, tokens: float) -> float:
+        """The curve itself, for the report and the tests."""
+        warmup = self.warmup * self.tokens
+        if tokens <= warmup and warmup:
+            return self.lr * tokens / warmup
+        start, stage = self.tokens, self.stages[-1]
+        if stage.cooldown:
+            start -= stage.steps * stage.context * stage.global_batch
+        share = _cosine((min(tokens, start) - warmup) / (self.tokens - warmup))
+        if tokens > start:
+            share *= (self.tokens - tokens) / (self.tokens - start)
+        return self.min_lr + (self.lr - self.min_lr) * share
+
+
+def _cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stage with the numbers of its Megatron flags."""
+
+    stage: Stage
+    first_step: int
+    """Steps of the run before it."""
+    first_sample: int
+    first_token: int
+    style: str
+    warmup_samples: int
+    decay_samples: int
+
+    @property
+    def last_step(self) -> int:
+        """Steps of the run after it."""
+        return self.first_step + self.stage.steps
+
+
+def place(curriculum: Curriculum) -> list[Placed]:
+    """Every stage on the curve of the whole run (see the module docstring)."""
+    placed, step, sample, token = [], 0, 0, 0
+    total = curriculum.tokens
+    warmup = curriculum.warmup * total
+    for stage in curriculum.stages:
+        samples = stage.steps * stage.global_batch
+        if stage.cooldown:
+            style, end = "linear", sample + samples
+            # the line that has the cosine's share at the first sample and 0 at the last
+            gone = 1 - _cosine((token - warmup) / (total - warmup))
+            before = (sample - gone * end) / (1 - gone)
+        else:
+            style = "cosine"
+            before = sample - (token - warmup) / stage.context
+            end = before + (total - warmup) / stage.context
+        placed.append(Placed(stage, step, sample, token, style, round(before), round(end)))
+        step, sample, token = step + stage.steps, sample + samples, token + samples * stage.context
+    return placed
+
+
+def read(path: Path) -> Curriculum:
+    """The curriculum in a YAML file.
+
+    Raises:
+        CurriculumError: naming the file, every wrong field and why.
+    """
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CurriculumError(f"{path} cannot be read: {error}") from error
+    if not isinstance(contents, dict):
+        raise CurriculumError(f"{path} must be a mapping with lr, min-lr, eval-global-batch and stages")
+    try:
+        return Curriculum(**contents)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {re.sub('^Value error, ', '', fault['msg'])}"
+            for fault in error.errors()
+        ]
+        raise CurriculumError(f"{path}: " + "; ".join(lines)) from error
