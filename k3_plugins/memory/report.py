@@ -5,10 +5,10 @@
     python -m k3_plugins.memory.report FOLDER --by tensor --rank 0 --json
 
 FOLDER is that of ``--activation-report``. Bytes are those of one micro-batch's forward pass through every chunk of a
-rank, the last one; a pipeline holds several. (A rank sends remote tensors away only while it is above its level; what it
-sent in all is printed below the table.) The what-if applies the rules to the recorded names: FP8 only where values may be
-rounded, recompute only where the code says how; a module that a rule would make a function of its own is not known from
-a record. This module imports neither torch nor megatron.
+rank, the last one; a pipeline holds several. (A rank sends remote tensors away only while it is above its level; what
+it sent in all is printed below the table.) The what-if applies the rules to the recorded names: FP8 only where values
+may be rounded, recompute only where the code says how; a module that a rule would make a function of its own is not
+known from a record. This module imports neither torch nor megatron.
 """
 
 from __future__ import annotations
