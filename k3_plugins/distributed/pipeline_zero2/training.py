@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from k3_plugins.training.metrics import logs
+
 METRICS = {
     "k3/zero2-device-gradient-bytes": "device_bytes",
     "k3/zero2-host-gradient-bytes": "host_bytes",
@@ -28,33 +30,14 @@ def attach_to_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_megatron_optimizer
 
 
-def write_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch body for `training_log`: the bytes of the rank that writes."""
-
-    @functools.wraps(original)
-    def training_log(
-        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        _write(iteration)
-        return result
-
-    return training_log
-
-
-def _write(iteration: int) -> None:
-    from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
+def _bytes() -> dict[str, float]:
+    """Of the rank that writes."""
     from k3_plugins.distributed.pipeline_zero2.attach import CURRENT
 
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
-    if iteration % get_args().tensorboard_log_interval or not CURRENT or (tensorboard is None and wandb is None):
-        return
+    if not CURRENT:
+        return {}
     report = CURRENT[0].report()
-    values = {name: getattr(report, field) for name, field in METRICS.items()}
-    for name, value in values.items():
-        if tensorboard is not None:
-            tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(values, iteration)
+    return {name: getattr(report, field) for name, field in METRICS.items()}
+
+
+write_metrics = logs(_bytes, on_every_rank=False)

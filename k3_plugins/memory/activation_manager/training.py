@@ -13,6 +13,7 @@ from k3_plugins.feature import FeatureError
 from k3_plugins.memory.activation_manager.errors import ActivationError
 from k3_plugins.memory.activation_manager.names import LABELS
 from k3_plugins.memory.policy import Policy
+from k3_plugins.training.metrics import due, write
 
 if TYPE_CHECKING:
     from k3_plugins.memory.activation_manager.config import ActivationManagerConfig
@@ -236,7 +237,6 @@ def _check_lending(manager: ActivationManager) -> None:
 
 def _write(manager: ActivationManager, iteration: int) -> None:
     from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     from k3_plugins.memory.activation_manager.record import write_record
 
@@ -244,14 +244,10 @@ def _write(manager: ActivationManager, iteration: int) -> None:
     manager.settle()
     if args.activation_report is not None and (iteration == 1 or iteration % args.log_interval == 0):
         write_record(args.activation_report, manager, args, iteration)
-    if iteration % args.tensorboard_log_interval:
+    if not due(iteration):
         return
     remote = manager.remote
     sent = 0 if remote is None else remote.sent_bytes
     blocked = manager.blocked.seconds + (0 if remote is None else remote.blocked.seconds)
     values = dict(zip(METRICS, (manager.ledger.peak, manager.pool.peak, sent, blocked * 1000), strict=True))
-    if (writer := get_tensorboard_writer()) is not None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
-    if (wandb := get_wandb_writer()) is not None:
-        wandb.log(values, iteration)
+    write(values, iteration)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from k3_plugins.training.metrics import logs
+
 if TYPE_CHECKING:
     from k3_plugins.optimizer.qk_clip.clip import QKClip
 
@@ -77,31 +79,12 @@ def wrap_transformer_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return core_transformer_config_from_args
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch body for megatron.training.training:training_log: the model's largest logit of the last step."""
-
-    @functools.wraps(original)
-    def training_log(
-        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        _write(iteration)
-        return result
-
-    return training_log
+def _summary() -> dict[str, float]:
+    """The model's largest logit of the last step. Collective over all ranks."""
+    if RUNTIME.clip is None:
+        return {}
+    largest, clipped = RUNTIME.clip.summary()
+    return {MAXIMUM: largest, CLIPPED: clipped}
 
 
-def _write(iteration: int) -> None:
-    from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    clip = RUNTIME.clip
-    if clip is None or iteration % get_args().tensorboard_log_interval:
-        return
-    largest, clipped = clip.summary()  # a collective: on every rank
-    values = {MAXIMUM: largest, CLIPPED: clipped}
-    if (writer := get_tensorboard_writer()) is not None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, iteration)
-    if (wandb := get_wandb_writer()) is not None:
-        wandb.log(values, iteration)
+wrap_training_log = logs(_summary, on_every_rank=True)

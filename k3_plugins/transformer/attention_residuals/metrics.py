@@ -5,44 +5,24 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
+from k3_plugins.training.metrics import logs
 from k3_plugins.transformer.attention_residuals.config import forward_flops_per_token
 
 METRIC = "k3/attnres-entropy"
 _FORWARD_AND_BACKWARD = 3
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch body for megatron.training.training:training_log; called on every rank after every step."""
-
-    @functools.wraps(original)
-    def training_log(
-        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        _write(iteration)
-        return result
-
-    return training_log
-
-
-def _write(iteration: int) -> None:
-    from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
+def _entropy() -> dict[str, float]:
+    """Collective over all ranks; also refreshes the weights that a checkpoint saves."""
     from k3_plugins.transformer.attention_residuals.runtime import RUNTIME
 
-    if iteration % get_args().tensorboard_log_interval:
-        return
     RUNTIME.publish_source_weights()
     entropy = RUNTIME.mean_relative_entropy()
-    if entropy is None:
-        return
-    if (writer := get_tensorboard_writer()) is not None:
-        writer.add_scalar(METRIC, entropy, iteration)
-    if (wandb := get_wandb_writer()) is not None:
-        wandb.log({METRIC: entropy}, iteration)
+    return {} if entropy is None else {METRIC: entropy}
+
+
+wrap_training_log = logs(_entropy, on_every_rank=True)
 
 
 def correct_flops(count: Callable[..., float]) -> Callable[..., float]:

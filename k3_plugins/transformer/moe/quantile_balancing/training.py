@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from k3_plugins.training.metrics import logs
+
 IMBALANCE = "k3/qb-load-imbalance"
 SPREAD = "k3/qb-bias-spread"
 
@@ -35,33 +37,12 @@ class _Runtime:
 RUNTIME = _Runtime()
 
 
-def wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Patch body for megatron.training.training:training_log: the worst layer of this pipeline stage."""
-
-    @functools.wraps(original)
-    def training_log(
-        loss_dict: dict, total_loss_dict: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        result = original(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-        _write(iteration)
-        return result
-
-    return training_log
-
-
-def _write(iteration: int) -> None:
-    from megatron.training import get_args
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    if iteration % get_args().tensorboard_log_interval:
-        return
-    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+def _worst() -> dict[str, float]:
+    """Of the layers of this pipeline stage."""
     metrics = [router.last_metrics for router in RUNTIME.routers if router.last_metrics is not None]
-    if not metrics or (tensorboard is None and wandb is None):
-        return
-    worst = {IMBALANCE: max(float(m[0]) for m in metrics), SPREAD: max(float(m[1]) for m in metrics)}
-    for name, value in worst.items():
-        if tensorboard is not None:
-            tensorboard.add_scalar(name, value, iteration)
-    if wandb is not None:
-        wandb.log(worst, iteration)
+    if not metrics:
+        return {}
+    return {IMBALANCE: max(float(m[0]) for m in metrics), SPREAD: max(float(m[1]) for m in metrics)}
+
+
+wrap_training_log = logs(_worst, on_every_rank=False)

@@ -161,9 +161,10 @@ def test_waits_are_taken_on_ranks_without_a_writer(monkeypatch):
     monkeypatch.setattr(megatron.training, "get_args", lambda: Namespace(tensorboard_log_interval=2))
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         monkeypatch.setattr(global_vars, name, lambda: None)
-    training._write(3)
+    training_log = training.wrap_training_log(lambda *_: None)
+    training_log({}, {}, None, 3)
     assert not taken
-    training._write(4)
+    training_log({}, {}, None, 4)
     assert taken == [1]
 
 
