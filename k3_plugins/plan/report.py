@@ -50,7 +50,12 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     """The words that give a job of this preset this layout."""
     layout, config = found.layout, job.config
     zero2 = found.options.pipeline_zero2 and layout.vpp > 2
-    words = ["--k3-model", name, "--k3-plugins", "k3,pipeline-zero2" if zero2 else "k3"]
+    on_host = found.options.policy == "full+cpu"
+    features = ["k3", *(["pipeline-zero2"] if zero2 else []), *(["activation-manager"] if on_host else [])]
+    words = ["--k3-model", name, "--k3-plugins", ",".join(features)]
+    if on_host:
+        # `decoder` names the inputs that full recomputation keeps
+        words += ["--activation-policy", "decoder=cpu", "--no-gradient-accumulation-fusion"]
     words += ["--tensor-model-parallel-size", layout.tp, "--context-parallel-size", layout.cp]
     words += ["--sequence-parallel"] if layout.tp > 1 else []
     words += ["--pipeline-model-parallel-size", layout.pp]

@@ -10,6 +10,8 @@ from k3_plugins.plan.__main__ import main
 from k3_plugins.plan.cost import Hardware, of_layout
 from k3_plugins.plan.layout import Job, Layout, candidates, impossible, in_flight, layout_string
 from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
+from tests.harness.k3_model import CPU, DOOR, TRAINING
+from tests.harness.launch import launch
 
 HARDWARE = Hardware(989e12, 0.5, 450e9, 50e9, 8)
 
@@ -118,6 +120,20 @@ def test_command_line(tmp_path, capsys):
     assert main([*base[:2], "--gpus", "1", "--gpu-memory", "24"]) == 1
     text = capsys.readouterr().out
     assert "No layout fits" in text and "nearest: " in text and "does not fit under any policy" in text
+
+
+def test_the_flags_of_a_plan_train(tmp_path):
+    """Virtual stages, ZeRO-2, EP, recomputation with layer inputs in host memory: as printed, on 4 CPU processes."""
+    path = tmp_path / "plan.json"
+    words = """--model kimi_k3_moe_tiny --gpus 4 --context 64 --global-batch-tokens 512 --pipeline-parallel 2
+        --virtual-stages 4 --expert-parallel 2 --tensor-parallel 1 --micro-batch 1 --policies full+cpu"""
+    assert main([*words.split(), "--json", str(path)]) == 0
+    flags = json.loads(path.read_text())["layouts"][0]["flags"]
+    assert flags[flags.index("--k3-plugins") + 1] == "k3,pipeline-zero2,activation-manager"
+    once = "--train-iters 1 --lr-warmup-iters 0 --vocab-size 127 --max-position-embeddings 64 --k3-platform cpu"
+    run = launch(DOOR, [*TRAINING, *CPU, *once.split(), *flags], nprocs=4, timeout=300)
+    log = "".join(run.logs)
+    assert log.count("lm loss: ") == 1 and all(f"witness {name}" in log for name in ("moonep", "pipeline-zero2"))
 
 
 @pytest.mark.parametrize(
