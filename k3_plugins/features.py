@@ -108,6 +108,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "a storage policy for every saved activation: recompute, FP8, host memory",
         "k3_plugins/memory/activation_manager",
     ),
+    FeatureEntry(
+        "moonvit",
+        "k3_plugins.vision.moonvit.feature",
+        "a vision encoder for images of native resolution, trained with the text from the first step",
+        "k3_plugins/vision/moonvit",
+    ),
 )
 
 

@@ -1,6 +1,6 @@
-"""Sizes and limits of MoonViT-V2, one field per flag to come. This module imports neither torch nor megatron."""
+"""Sizes and limits of MoonViT-V2, one field per flag. This module imports neither torch nor megatron."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class MoonViTConfig:
     moonvit_norm_eps: float = 1e-5
     """Added to the mean square in the norms."""
 
-    moonvit_max_patches: int = 65536
+    moonvit_max_patches: int = field(default=65536, metadata={"changes_parameters": False})
     """Most patches of an image or of one frame; 65536 are 3584 x 3584 pixels."""
 
-    moonvit_max_frames: int = 64
+    moonvit_max_frames: int = field(default=64, metadata={"changes_parameters": False})
     """Most frames of a video clip. A longer video is cut into clips by whoever prepares it."""
 
-    moonvit_recompute: bool = False
+    moonvit_recompute: bool = field(default=False, metadata={"changes_parameters": False})
     """Keep only the input of each encoder block for the backward pass, and run its forward a second time there."""

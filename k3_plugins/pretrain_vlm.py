@@ -1,0 +1,114 @@
+"""``python -m k3_plugins.pretrain_vlm --vision-data DIR ...``: pre-train on images and text from the first step.
+
+    --vision-data DIR          webdataset shards with KEY.png and a text each (k3_plugins.data.render makes some)
+    --vision-valid-data DIR    the same for validation
+    --vision-text SUFFIX       the text: txt (captions) or svg (the drawing's code) [txt]
+
+and every flag of ``k3_plugins.pretrain_gpt`` but those of its data. Needs ``--k3-plugins ...,moonvit``. Image tokens
+are masked from the next-token loss; texts are bytes (``--tokenizer-type NullTokenizer --vocab-size 258``).
+"""
+
+import argparse
+import sys
+import time
+from argparse import Namespace
+
+_PROGRAM_START = time.time()  # before the heavy imports, for Megatron's start-up report
+
+DOOR = "k3_plugins.pretrain_vlm"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the training; returns the exit code.
+
+    Args:
+        argv: command line without the program name; ``sys.argv[1:]`` when None.
+    """
+    if argv is not None:
+        sys.argv[1:] = argv
+    from k3_plugins.bootstrap import activate
+
+    own, sys.argv[1:] = parse(sys.argv[1:])  # Megatron parses sys.argv itself, more than once
+    activation = activate(sys.argv[1:], door=DOOR)
+    train(own, activation)
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
+    """The door's own flags, and the command line without them."""
+    parser = argparse.ArgumentParser(prog=f"python -m {DOOR}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--vision-data", metavar="DIR")
+    parser.add_argument("--vision-valid-data", metavar="DIR")
+    parser.add_argument("--vision-text", default="txt", metavar="SUFFIX")
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+    return parser.parse_known_args(argv)
+
+
+def train(own: Namespace, activation: object) -> None:
+    """Megatron's ``pretrain`` over pairs, then the run's report on the last rank."""
+    from megatron.core.enums import ModelType
+    from megatron.training import get_args, pretrain, set_startup_timestamps
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from k3_plugins.pretrain_gpt import embedding_ranks, write_report
+
+    set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
+    args = parse_and_validate_args()
+    check(own, args, activation)
+    from k3_plugins.vision.training.step import attach_encoder, dataset_provider, forward_step
+
+    vit = activation.configs["moonvit"]
+    model = gpt_config_from_args(args)
+    model.pre_wrap_hooks.append(attach_encoder(vit))
+    pretrain(
+        pretrain_cfg_container_from_args(args, model),
+        dataset_provider(own.vision_data, own.vision_valid_data, own.vision_text, vit),
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=embedding_ranks,
+    )
+    write_report(get_args())
+
+
+def check(own: Namespace, args: Namespace, activation: object) -> None:
+    """End with exit code 2 if the encoder or the data is not named, or flags ask for what this door does not do."""
+    from k3_plugins.failure import fail
+    from k3_plugins.vision.training.tokens import SIZE
+
+    data = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
+    packing = ("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask")
+    problems = [
+        (activation is None or "moonvit" not in activation.names, "add moonvit to --k3-plugins"),
+        (not own.vision_data, "no images are named: give --vision-data DIR"),
+        (
+            args.eval_iters > 0 and not own.vision_valid_data,
+            f"--eval-iters {args.eval_iters} needs --vision-valid-data DIR; give it, or --eval-iters 0",
+        ),
+        *(
+            (bool(getattr(args, name)), f"--{name.replace('_', '-')} belongs to k3_plugins.pretrain_gpt; drop it")
+            for name in (*data, "per_split_data_args_path", "mock_data", "sft")
+        ),
+        *(
+            (getattr(args, name), f"--{name.replace('_', '-')}: rows of pairs are read as one text; drop it")
+            for name in packing
+        ),
+        (
+            args.tokenizer_type != "NullTokenizer",
+            f"--tokenizer-type {args.tokenizer_type}: texts are bytes here; give --tokenizer-type NullTokenizer",
+        ),
+        (
+            (args.vocab_size or 0) < SIZE,
+            f"--vocab-size {args.vocab_size} must be at least {SIZE}: 256 bytes, the end and the image token",
+        ),
+        (args.full_validation, "--full-validation is not supported here; give --eval-iters"),
+        (args.dataloader_type == "external", "--dataloader-type external is not supported here; drop it"),
+    ]
+    for wrong, text in problems:
+        if wrong:
+            fail(text, at_once=args.world_size > 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

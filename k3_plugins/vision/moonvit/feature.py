@@ -1,0 +1,84 @@
+"""Feature ``moonvit``: the vision encoder in the first stage, trained by ``k3_plugins.pretrain_vlm``.
+
+Nothing is patched: Megatron's model builder has hooks, which the door uses.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from k3_plugins.feature import FeatureError, Witness
+from k3_plugins.patching import Patch
+from k3_plugins.vision.moonvit.config import MoonViTConfig
+
+DOOR = "k3_plugins.pretrain_vlm"
+
+
+class MoonViTFeature:
+    """See the module docstring."""
+
+    name = "moonvit"
+    requires: Sequence[str] = ()
+    conflicts: Sequence[str] = ("attnres", "per-head-muon", "pipeline-zero2", "activation-manager", "mxfp4-qat")
+    config = MoonViTConfig
+    changes_parameters = True
+
+    def patches(self) -> Sequence[Patch]:
+        """None."""
+        return ()
+
+    def validate(self, args: Namespace, config: MoonViTConfig) -> None:
+        """Refuse other doors, sizes that do not fit, and layouts in which the encoder was not tried."""
+        from k3_plugins.activation import current
+
+        activation = current()
+        if activation is None or activation.door != DOOR:
+            raise FeatureError(
+                f"moonvit trains through python -m {DOOR}; start that, or drop moonvit from --k3-plugins"
+            )
+        for name in ("num_layers", "hidden_size", "num_heads", "head_dim", "ffn_size", "patch_size", "position_grid",
+                     "max_patches", "max_frames"):  # fmt: skip
+            value = getattr(config, f"moonvit_{name}")
+            if value < 1:
+                raise FeatureError(f"--moonvit-{name.replace('_', '-')} {value} must be at least 1")
+        if not config.moonvit_norm_eps > 0:
+            raise FeatureError(f"--moonvit-norm-eps {config.moonvit_norm_eps} must be greater than 0")
+        if config.moonvit_head_dim % 4:
+            raise FeatureError(f"--moonvit-head-dim {config.moonvit_head_dim} must be a multiple of 4")
+        tp = args.tensor_model_parallel_size
+        for flag, value in (
+            ("--moonvit-num-heads", config.moonvit_num_heads),
+            ("--moonvit-ffn-size", config.moonvit_ffn_size),
+            ("--moonvit-hidden-size", config.moonvit_hidden_size),
+        ):
+            if value % tp:
+                raise FeatureError(f"{flag} {value} cannot be split over --tensor-model-parallel-size {tp}")
+        for flag, value, allowed in (
+            ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, 1),
+            ("--context-parallel-size", args.context_parallel_size, 1),
+            ("--micro-batch-size", args.micro_batch_size, 1),
+        ):
+            if value != allowed:
+                raise FeatureError(f"{flag} {value}: training with images runs with {allowed} only in this version")
+        if args.sequence_parallel:
+            raise FeatureError("--sequence-parallel: training with images runs without it in this version; drop it")
+        if args.mtp_num_layers:
+            raise FeatureError("--mtp-num-layers: image tokens are not predicted further ahead; drop it")
+
+    def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
+        """Patches went through the encoder of the first stage."""
+        from megatron.core.utils import unwrap_model
+
+        from k3_plugins.vision.training.step import ENCODER
+
+        encoders = [getattr(chunk, ENCODER, None) for chunk in unwrap_model(model_chunks)]
+        patches = sum(encoder.patches_encoded for encoder in encoders if encoder is not None)
+        layers = sum(len(encoder.blocks) for encoder in encoders if encoder is not None)
+        return Witness(
+            f"{layers} encoder blocks, {patches} patches encoded", ok=patches > 0, details={"patches": patches}
+        )
+
+
+FEATURE = MoonViTFeature()

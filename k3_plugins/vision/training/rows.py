@@ -1,0 +1,108 @@
+"""Rows of interleaved image and text tokens, as a data set for Megatron's own samplers.
+
+    [image ... image][t e x t][end][image ...][t e x t][end][padding]
+
+A row holds as many whole pairs as fit. The loss is on text and ends; image tokens and padding are masked from it.
+
+Letters: s sequence, N patches and M image tokens of a row, P edge of a patch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from k3_plugins.feature import FeatureError
+from k3_plugins.vision.moonvit.config import MoonViTConfig
+from k3_plugins.vision.moonvit.geometry import patchify
+from k3_plugins.vision.training.pairs import Pair, read
+from k3_plugins.vision.training.tokens import END, IMAGE
+
+
+class PairRows(Dataset):
+    """``count`` rows; pairs are shuffled anew in every epoch.
+
+    Args:
+        pairs: what rows are made of.
+        count: number of rows.
+        seq_length: s.
+        config: read for the patch size.
+        seed: of the order; None keeps the pairs' order.
+
+    Raises:
+        FeatureError: a pair that is longer than a row, naming the sample.
+    """
+
+    def __init__(
+        self, pairs: Sequence[Pair], count: int, seq_length: int, config: MoonViTConfig, seed: int | None
+    ) -> None:
+        too_long = [pair for pair in pairs if pair.tokens > seq_length]
+        if too_long:
+            pair = too_long[0]
+            raise FeatureError(
+                f"{pair.shard}: sample {pair.key} has {pair.clip.tokens} image tokens and {pair.text[1]} bytes of text,"
+                f" {pair.tokens} in all with the end, and {len(too_long) - 1} more are as long: raise --seq-length"
+                f" {seq_length}, or make smaller images"
+            )
+        self.pairs, self.seq_length, self.config = pairs, seq_length, config
+        self.rows: list[list[int]] = []
+        epoch = 0
+        while len(self.rows) < count:
+            order = range(len(pairs))
+            if seed is not None:
+                order = np.random.default_rng([seed, epoch]).permutation(len(pairs)).tolist()
+            self.rows += _pack([pair.tokens for pair in pairs], order, seq_length)
+            epoch += 1
+        del self.rows[count:]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One row.
+
+        Returns:
+            tokens, labels, position_ids ``[s]`` int64 and loss_mask ``[s]`` fp32; patches ``[N, 3*P*P]`` fp32, clips
+            ``[k, 3]`` int64 and the positions ``[M]`` int64 of the image tokens.
+        """
+        tokens = torch.full((self.seq_length + 1,), END, dtype=torch.int64)
+        counts = torch.zeros(self.seq_length + 1)
+        patches, clips, at = [], [], 0
+        for number in self.rows[index]:
+            pair = self.pairs[number]
+            pixels, text = read(pair)
+            encoded, clip = patchify(pixels, self.config, f"{pair.shard}: {pair.key}.png")
+            patches.append(encoded)
+            clips.append(clip)
+            tokens[at : at + clip.tokens] = IMAGE
+            at += clip.tokens
+            tokens[at : at + len(text)] = torch.from_numpy(text.astype(np.int64))
+            counts[at : at + len(text) + 1] = 1  # the end counts too
+            at += len(text) + 1
+        inputs = tokens[:-1]
+        return {
+            "tokens": inputs,
+            "labels": tokens[1:],
+            "loss_mask": counts[1:],
+            "position_ids": torch.arange(self.seq_length),
+            "patches": torch.cat(patches),
+            "clips": torch.tensor(clips),
+            "image_positions": torch.nonzero(inputs == IMAGE)[:, 0],
+        }
+
+
+def _pack(lengths: Sequence[int], order: Sequence[int], seq_length: int) -> list[list[int]]:
+    """Pairs in their order, a new row wherever the next one does not fit."""
+    rows: list[list[int]] = []
+    room = 0
+    for number in order:
+        if lengths[number] > room:
+            rows.append([])
+            room = seq_length
+        rows[-1].append(number)
+        room -= lengths[number]
+    return rows

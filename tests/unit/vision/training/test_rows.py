@@ -1,0 +1,140 @@
+"""Pairs from shards, rows of interleaved tokens, and every refusal with the sample's name."""
+
+import io
+import tarfile
+
+import pytest
+import torch
+
+from k3_plugins.data.render import __main__ as render
+from k3_plugins.data.render.kinds import KINDS, draw
+from k3_plugins.feature import FeatureError
+from k3_plugins.vision.moonvit.config import MoonViTConfig
+from k3_plugins.vision.moonvit.geometry import Clip, ImageError, patchify
+from k3_plugins.vision.training.pairs import find_pairs, read
+from k3_plugins.vision.training.rows import PairRows
+from k3_plugins.vision.training.tokens import END, IMAGE
+
+CONFIG = MoonViTConfig()
+COUNT = 9
+
+
+def drawing(index):
+    return draw(0, index, kinds=tuple(KINDS), smallest=56, largest=120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "set"
+    flags = ["--output", str(path), "--count", str(COUNT), "--max-edge", "120", "--per-shard", "4"]
+    assert render.main(flags) == 0
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["txt", "svg"])
+def test_pairs_are_found_with_their_sizes(folder, suffix):
+    pairs = find_pairs(str(folder), CONFIG, suffix, "--vision-data")
+    assert [int(pair.key) for pair in pairs] == list(range(COUNT))
+    for pair in pairs:
+        expected = drawing(int(pair.key))
+        pixels, text = read(pair)
+        assert tuple(pixels.shape) == (3, expected.height, expected.width)
+        assert text.tobytes().decode() == (expected.caption if suffix == "txt" else expected.svg)
+        assert pair.clip == Clip(1, 2 * -(-expected.height // 28), 2 * -(-expected.width // 28))
+        assert pair.tokens == pair.clip.tokens + len(text) + 1
+
+
+def test_rows_hold_whole_pairs_and_mask_images(folder):
+    """Everything a row says, against the pairs themselves."""
+    pairs = find_pairs(str(folder), CONFIG, "txt", "--vision-data")
+    length = max(pair.tokens for pair in pairs) + 200
+    data = PairRows(pairs, 7, length, CONFIG, seed=3)
+    assert len(data) == 7
+    for index in range(7):
+        row = data[index]
+        tokens = torch.cat([row["tokens"], row["labels"][-1:]])
+        assert torch.equal(row["labels"][:-1], row["tokens"][1:])
+        expected, counted, patches, clips = [], [], [], []
+        for number in data.rows[index]:
+            pixels, text = read(pairs[number])
+            encoded, clip = patchify(pixels, CONFIG)
+            expected += [IMAGE] * clip.tokens + list(text.tobytes()) + [END]
+            counted += [0] * clip.tokens + [1] * (len(text) + 1)
+            patches.append(encoded)
+            clips.append(list(clip))
+        assert 0 < len(expected) <= length
+        padding = length + 1 - len(expected)
+        assert tokens.tolist() == expected + [END] * padding
+        assert row["loss_mask"].tolist() == (counted + [0] * padding)[1:]
+        assert not (row["labels"][row["loss_mask"] == 1] == IMAGE).any()
+        assert torch.equal(row["patches"], torch.cat(patches)) and row["clips"].tolist() == clips
+        assert row["image_positions"].tolist() == [k for k, token in enumerate(expected) if token == IMAGE]
+        assert row["position_ids"].tolist() == list(range(length))
+
+
+def test_every_epoch_shows_every_pair_once_in_another_order(folder):
+    pairs = find_pairs(str(folder), CONFIG, "txt", "--vision-data")
+    length = max(pair.tokens for pair in pairs)
+    data = PairRows(pairs, 60, length, CONFIG, seed=3)
+    shown = [number for row in data.rows for number in row]
+    first, second = shown[:COUNT], shown[COUNT : 2 * COUNT]
+    assert sorted(first) == sorted(second) == list(range(COUNT)) and first != second
+    assert data.rows == PairRows(pairs, 60, length, CONFIG, seed=3).rows
+    # What a longer run sees first is what a shorter one sees: a resumed run may have more steps.
+    assert data.rows[:20] == PairRows(pairs, 20, length, CONFIG, seed=3).rows
+    in_order = PairRows(pairs, 60, length, CONFIG, seed=None)
+    assert [number for row in in_order.rows for number in row][:COUNT] == list(range(COUNT))
+
+
+def shard(path, files):
+    with tarfile.open(path / "a.tar", "w") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def png(width, height):
+    return (
+        b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\rIHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes(9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"cat.png": png(28, 28)}, "sample cat has no cat.txt, only png"),
+        ({"cat.txt": b"a"}, "sample cat has no cat.png, only txt"),
+        ({"cat.png": b"GIF89a" + bytes(40), "cat.txt": b"a"}, "cat.png is no PNG file"),
+        ({"cat.png": b"\x89PNG", "cat.txt": b"a"}, "cat.png is no PNG file"),
+        ({"cat.png": png(0, 28), "cat.txt": b"a"}, "cat.png: 1 frames of 28 x 0 pixels: there is nothing to encode"),
+        ({"cat.png": png(4000, 4000), "cat.txt": b"a"}, "cat.png: 4000 x 4000 pixels .* over --moonvit-max-patches"),
+    ],
+)
+def test_bad_samples_are_named_before_training(tmp_path, files, sentence):
+    shard(tmp_path, files)
+    with pytest.raises(FeatureError, match=sentence):
+        find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
+
+
+def test_bad_folders_are_named(tmp_path):
+    with pytest.raises(FeatureError, match=r"--vision-data .* there are no \*.tar shards"):
+        find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
+    (tmp_path / "a.tar").write_bytes(b"no tar at all" * 100)
+    with pytest.raises(FeatureError, match="a.tar cannot be read as a tar file"):
+        find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
+
+
+def test_damaged_images_are_named_when_they_are_read(tmp_path):
+    shard(tmp_path, {"cat.png": png(28, 28), "cat.txt": b"a"})
+    (pair,) = find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
+    with pytest.raises(ImageError, match="cat.png cannot be decoded"):
+        read(pair)
+
+
+def test_pairs_longer_than_a_row_are_named(folder):
+    pairs = find_pairs(str(folder), CONFIG, "txt", "--vision-data")
+    with pytest.raises(
+        FeatureError, match=r"sample 00000000\d has \d+ image tokens and \d+ bytes .* raise --seq-length 60"
+    ):
+        PairRows(pairs, 4, 60, CONFIG, seed=0)
