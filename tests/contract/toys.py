@@ -115,11 +115,12 @@ def run_ranks(
 def rank_main(target: str, arguments: list[str]) -> None:
     """What a rank of :func:`run_ranks` executes.
 
-    TOY_WITHOUT names a rank that is started without the plug-ins; TOY_WORDS_1 holds more words for rank 1 alone.
+    TOY_WITHOUT names a rank that is started without the plug-ins; TOY_WORDS_1 holds more words for rank 1 alone;
+    TOY_FOLDER is the folder of another distribution than the toy's.
     """
     from tests.harness.launch import run_target
 
-    sys.path.insert(1, str(TOYS))  # the launch door replaces entry 0
+    sys.path.insert(1, os.environ.get("TOY_FOLDER", str(TOYS)))  # the launch door replaces entry 0
     if os.environ.get("TOY_WITHOUT") == os.environ["RANK"]:
         position = arguments.index("--k3-plugins")
         arguments = [a for i, a in enumerate(arguments) if i not in (position, position + 1)]
