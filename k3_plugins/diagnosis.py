@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, field
@@ -19,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from k3_plugins import features as feature_list
+from k3_plugins.agreement import layout
 from k3_plugins.arguments import Control, config_from_args, described_model, extend_parser, integer_flags, model_flags
 from k3_plugins.bootstrap import patch_manager
 from k3_plugins.compat.megatron import VERIFIED_VERSION, MegatronFound, find_megatron, fingerprint_file, has_training
 from k3_plugins.compat.optional import PACKAGES, probe
 from k3_plugins.compat.versions import installed_versions
-from k3_plugins.failure import PREFIX
+from k3_plugins.failure import PREFIX, place_of
 from k3_plugins.feature import Feature, FeatureError
 from k3_plugins.patching import PatchError, PatchState
 from k3_plugins.platform import detect
+from k3_plugins.training.inputs import check_derived_sizes, check_sizes
 
 PATCH_MARKER = "k3_plugins.bootstrap"
 """What a ``pretrain_gpt.py`` with the source patch contains."""
@@ -46,6 +49,8 @@ class Diagnosis:
     optional: list[dict[str, Any]] = field(default_factory=list)
     optimizer: list[dict[str, Any]] = field(default_factory=list)
     """How each parameter is updated, if that was asked for."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Parallel sizes and batch as Megatron derives them, if its checks were asked for (``--ranks``)."""
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -59,12 +64,13 @@ class Diagnosis:
         return {"verdict": self.verdict, **asdict(self)}
 
 
-def diagnose(control: Control, training_flags: Sequence[str]) -> Diagnosis:
+def diagnose(control: Control, training_flags: Sequence[str], ranks: int | None = None) -> Diagnosis:
     """Examine this environment.
 
     Args:
         control: the ``--k3-*`` flags; without ``--k3-plugins`` every feature that could be named is examined by itself.
         training_flags: Megatron and feature flags; they are parsed and validated by the features if there are any.
+        ranks: let Megatron check the flags as well, as in a job of so many ranks.
     """
     found = Diagnosis()
     megatron = _megatron(found)
@@ -74,7 +80,7 @@ def diagnose(control: Control, training_flags: Sequence[str]) -> Diagnosis:
     features = _features(found, control, training_flags)
     if megatron is not None:
         _patches(found, features, control)
-        _flags(found, features, control, training_flags)
+        _flags(found, features, control, training_flags, ranks)
     _optional(found)
     return found
 
@@ -223,7 +229,13 @@ def _patches(found: Diagnosis, features: Sequence[Feature], control: Control) ->
                 found.warnings.append(status.message)
 
 
-def _flags(found: Diagnosis, features: Sequence[Feature], control: Control, training_flags: Sequence[str]) -> None:
+def _flags(
+    found: Diagnosis,
+    features: Sequence[Feature],
+    control: Control,
+    training_flags: Sequence[str],
+    ranks: int | None,
+) -> None:
     """Add all flags to Megatron's own parser, which finds conflicts; then parse and validate what was given."""
     try:
         from megatron.training.arguments import add_megatron_arguments
@@ -237,6 +249,7 @@ def _flags(found: Diagnosis, features: Sequence[Feature], control: Control, trai
         extend_parser(parser, features, control.model)
         if training_flags:
             args = _parse(parser, training_flags)
+            args.rank, args.world_size = 0, ranks or 1
             if control.model is not None:
                 described_model(control.model, [feature.name for feature in features]).derive_patterns(args)
     except FeatureError as error:
@@ -252,6 +265,8 @@ def _flags(found: Diagnosis, features: Sequence[Feature], control: Control, trai
             )
         except (FeatureError, ValueError, AssertionError) as error:
             found.problems.append(f"{feature.name}: {error}")
+    if ranks is not None and args is not None and not found.problems:
+        _megatron_accepts(found, args)
 
 
 def _parse(parser: argparse.ArgumentParser, flags: Sequence[str]) -> argparse.Namespace:
@@ -261,8 +276,30 @@ def _parse(parser: argparse.ArgumentParser, flags: Sequence[str]) -> argparse.Na
             args = parser.parse_args(list(flags))
     except SystemExit as stop:
         raise FeatureError(heard.getvalue().strip().removeprefix(PREFIX) or "the flags cannot be parsed") from stop
-    args.rank, args.world_size = 0, 1
     return args
+
+
+def _megatron_accepts(found: Diagnosis, args: argparse.Namespace) -> None:
+    """Megatron's own checks of the arguments and of the model's configuration, in the order of a real start."""
+    from megatron.training.argument_utils import core_transformer_config_from_args
+    from megatron.training.arguments import validate_args
+
+    try:
+        check_sizes(args)
+        validate_args(args, {})
+        check_derived_sizes(args)
+        core_transformer_config_from_args(args)
+    except FeatureError as error:
+        found.problems.append(str(error))
+        return
+    except Exception as error:  # Megatron asserts, and its configurations raise errors of many kinds
+        text = str(error) or f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+        found.problems.append(f"Megatron does not accept these arguments: {text} ({place_of(error)})")
+        return
+    found.layout = layout(args) | {
+        "data_parallel_size": args.data_parallel_size,
+        "num_microbatches": args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+    }
 
 
 def _optional(found: Diagnosis) -> None:

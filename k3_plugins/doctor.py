@@ -3,6 +3,7 @@
     python -m k3_plugins.doctor                              # every feature by itself
     python -m k3_plugins.doctor --k3-plugins kda,gated-mla   # this set, as training would activate it
     python -m k3_plugins.doctor --k3-plugins kda [training flags]   # and parse and validate these flags
+    python -m k3_plugins.doctor --k3-plugins kda --ranks 4096 [training flags]   # and let Megatron check them, too
     python -m k3_plugins.doctor --k3-plugins per-head-muon --optimizer [training flags]   # what updates what
     python -m k3_plugins.doctor --json
 
@@ -39,19 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     as_json, show_optimizer = "--json" in words, "--optimizer" in words
-    words = _without_switches(words)
     try:
+        ranks, words = _ranks(_without_switches(words))
         control, training_flags = parse_control(words)
     except FeatureError as error:
         fail(str(error))
-    if show_optimizer:  # the table needs a model, and a model the platform, before anything imports Megatron
+    if show_optimizer or ranks:  # a model, and Megatron's checks, need the platform before anything imports Megatron
         try:
             platform.select(control.platform)
         except PlatformError as error:
             fail(str(error))
     warnings.simplefilter("ignore")  # what packages warn about on import is not what is wrong with this installation
     with redirect_stdout(sys.stderr):  # packages print on import; --json must stay parseable
-        diagnosis = diagnose(control, training_flags)
+        diagnosis = diagnose(control, training_flags, ranks)
         if show_optimizer and not diagnosis.problems:
             _add_optimizer(diagnosis, words)
     if as_json:
@@ -68,6 +69,22 @@ def _without_switches(words: Sequence[str]) -> list[str]:
         if word != "--json" and not (word == "--optimizer" and following.startswith("--")):
             kept.append(word)
     return kept
+
+
+def _ranks(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The value of ``--ranks``, and the other words.
+
+    Raises:
+        FeatureError: if it is no number of ranks.
+    """
+    words = list(words)
+    if "--ranks" not in words:
+        return None, words
+    place = words.index("--ranks")
+    value = words[place + 1] if place + 1 < len(words) else ""
+    if not value.isdecimal() or int(value) < 1:
+        raise FeatureError(f"--ranks {value or '(nothing)'} must be a whole number from 1")
+    return int(value), words[:place] + words[place + 2 :]
 
 
 def _add_optimizer(diagnosis: Diagnosis, words: Sequence[str]) -> None:
@@ -102,6 +119,9 @@ def render(diagnosis: Diagnosis) -> None:
         console.print(f"[bold]Door[/bold] {escape(door['door'])}: {escape(door['state'])}")
     for table in _tables(diagnosis):
         console.print(table)
+    if diagnosis.layout:
+        sizes = (f"{name} {value}" for name, value in diagnosis.layout.items() if value not in (None, False))
+        console.print(f"[bold]Megatron accepts[/bold] {escape(', '.join(sizes))}", soft_wrap=True)
     for line in diagnosis.optional:
         if not line["available"]:  # not in the table: a command that is folded cannot be copied
             console.print(f"{line['module']}: {escape(line['install'])}", soft_wrap=True)

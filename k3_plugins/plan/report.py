@@ -51,7 +51,10 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     layout, config = found.layout, job.config
     zero2 = found.options.pipeline_zero2 and layout.vpp > 2
     on_host = found.options.policy == "full+cpu"
-    features = ["k3", *(["pipeline-zero2"] if zero2 else []), *(["activation-manager"] if on_host else [])]
+    features = list(config.required_features)
+    if config.num_experts is not None:
+        features += ["quantile-balancing", *(["moonep"] if found.options.moonep else [])]
+    features += [*(["pipeline-zero2"] if zero2 else []), *(["activation-manager"] if on_host else [])]
     words = ["--k3-model", name, "--k3-plugins", ",".join(features)]
     if on_host:
         # `decoder` names the inputs that full recomputation keeps
@@ -64,7 +67,7 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     if config.num_experts is not None:
         words += ["--expert-model-parallel-size", layout.ep, "--expert-tensor-parallel-size", 1]
     words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
-    words += ["--seq-length", job.context, "--use-distributed-optimizer"]
+    words += ["--seq-length", job.context, "--max-position-embeddings", job.context, "--use-distributed-optimizer"]
     recompute = {"selective": ["--recompute-granularity", "selective"]}
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     words += recompute.get(found.options.policy, [] if found.options.policy == "keep" else full)

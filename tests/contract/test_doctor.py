@@ -110,6 +110,17 @@ def test_training_flags_are_parsed_and_validated(tmp_path):
     assert code == 2 and any("Did you mean --toy-width?" in line for line in report["problems"])
 
 
+def test_megatron_checks_the_flags_as_in_a_job_of_so_many_ranks(tmp_path):
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    words = ["--k3-plugins", "toy", "--ranks", "64", *TINY_GPT, *layout, "--global-batch-size", "32"]
+    code, report, _ = doctor(tmp_path, *words)
+    assert code == 0 and report["layout"]["data_parallel_size"] == 16 and report["layout"]["num_microbatches"] == 2
+    code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "6", *TINY_GPT, *layout)
+    assert code == 2 and any("Megatron does not accept these arguments" in line for line in report["problems"])
+    code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "4", *TINY_GPT, *layout, "--num-layers", "3")
+    assert code == 2 and report["problems"]
+
+
 def test_without_arguments(tmp_path):
     ranks = run_ranks("k3_plugins.doctor", [], tmp_path)
     assert ranks.codes[0] in (0, 1) and "Verdict" in ranks.logs[0] and "Traceback" not in ranks.logs[0], ranks

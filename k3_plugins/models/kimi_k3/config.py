@@ -123,6 +123,8 @@ class KimiK3Config:
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
             "num_attention_heads": self.num_attention_heads,
+            # Megatron wants a head width even where MLA does not use it, and cannot always derive one: 7168 / 96
+            "kv_channels": self.v_head_dim,
             "multi_latent_attention": True,
             "q_lora_rank": self.q_lora_rank,
             "kv_lora_rank": self.kv_lora_rank,

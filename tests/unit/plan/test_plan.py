@@ -129,11 +129,27 @@ def test_the_flags_of_a_plan_train(tmp_path):
         --virtual-stages 4 --expert-parallel 2 --tensor-parallel 1 --micro-batch 1 --policies full+cpu"""
     assert main([*words.split(), "--json", str(path)]) == 0
     flags = json.loads(path.read_text())["layouts"][0]["flags"]
-    assert flags[flags.index("--k3-plugins") + 1] == "k3,pipeline-zero2,activation-manager"
+    features = "kda,gated-mla,attnres,latent-moe,quantile-balancing,moonep,pipeline-zero2,activation-manager"
+    assert flags[flags.index("--k3-plugins") + 1] == features
     once = "--train-iters 1 --lr-warmup-iters 0 --vocab-size 127 --max-position-embeddings 64 --k3-platform cpu"
     run = launch(DOOR, [*TRAINING, *CPU, *once.split(), *flags], nprocs=4, timeout=300)
     log = "".join(run.logs)
     assert log.count("lm loss: ") == 1 and all(f"witness {name}" in log for name in ("moonep", "pipeline-zero2"))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "context"), [("kimi_k3", 4096, 8192), ("kimi_k3", 4096, 262144), ("kimi_linear", 64, 65536)]
+)
+def test_megatron_accepts_the_flags_for_the_published_models(model, gpus, context, tmp_path):
+    """Its own checks, as in a job of so many ranks; nothing is built."""
+    path = tmp_path / "plan.json"
+    words = ["--model", model, "--gpus", str(gpus), "--context", str(context), "--json", str(path)]
+    assert main([*words, "--policies", "full"]) == 0
+    flags = json.loads(path.read_text())["layouts"][0]["flags"]
+    once = ["--ranks", gpus, "--vocab-size", "163840", "--bf16", "--k3-platform", "cpu"]
+    run = launch("k3_plugins.doctor", [*once, *TRAINING, *CPU, *flags, "--vocab-size", "163840"], check=False)
+    (log,) = run.logs
+    assert run.rc in (0, 1) and "Megatron accepts tensor_model_parallel_size" in log, log[-3000:]
 
 
 @pytest.mark.parametrize(

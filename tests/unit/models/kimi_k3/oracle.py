@@ -43,7 +43,7 @@ SIZES = dict(
 def model(seed: int, **changes):
     """The model, with every vector (norms, A_log, dt_bias, router bias) made random so that nothing hides behind ones
     and zeros, and larger matrices than the initial ones so that attention and routing are not uniform."""
-    with _hidden("fla", "causal_conv1d"):
+    with hidden("fla", "causal_conv1d"):
         from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
     torch.manual_seed(seed)
@@ -62,7 +62,7 @@ def model(seed: int, **changes):
 
 
 @contextmanager
-def _hidden(*packages: str) -> Iterator[None]:
+def hidden(*packages: str) -> Iterator[None]:
     """transformers takes these packages' kernels where they can be imported, and they need a GPU; its own code is the
     oracle. (mock.patch.dict would forget everything imported meanwhile.)"""
     missing = object()
