@@ -22,7 +22,7 @@ try:
 except ImportError:
     numba = None
     logging.getLogger(__name__).warning(
-        "numba is not installed: planning encoder work runs about 100 times slower (pip install numba)."
+        "numba is not installed: planning encoder work runs about 10 times slower (pip install numba)."
     )
 
 
@@ -47,7 +47,7 @@ def longest_paths(
     waits = np.zeros(n, dtype=np.int64)
     count = 0
     for x in range(n):
-        waits[x] = (before[x] >= 0) + (needs[x] >= 0)
+        waits[x] = int(before[x] >= 0) + int(needs[x] >= 0)
         if waits[x] == 0:
             order[count] = x
             count += 1

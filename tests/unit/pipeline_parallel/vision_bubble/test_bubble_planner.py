@@ -1,6 +1,8 @@
 """The bubble planner: dependencies, bounds, the published table, refusals."""
 
 import dataclasses
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -133,6 +135,33 @@ def test_activations_held_are_counted():
 def test_plans_are_deterministic():
     problem = BubbleProblem(4, 3, 12, encoder_forward=np.linspace(0.3, 2.0, 12), encoder_backward=1.0)
     assert plan(problem).ranks == plan(problem).ranks
+
+
+INTERPRETED = """
+import sys
+sys.modules["numba"] = None
+from k3_plugins.pipeline_parallel.vision_bubble import paths
+from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
+from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem
+assert paths.numba is None
+for sizes in ((4, 2, 8), (3, 1, 7), (4, 3, 16)):
+    times = [0.3 + 0.4 * (i % 5) for i in range(sizes[2])]
+    planned = plan(BubbleProblem(*sizes, encoder_forward=times, encoder_backward=times))
+    print(planned.makespan.hex(), [(task.kind.value, task.microbatch, task.start.hex()) for task in planned.tasks])
+"""
+
+
+def test_without_numba_the_plans_are_the_same():
+    run = subprocess.run([sys.executable, "-c", INTERPRETED], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert "numba is not installed" in run.stderr
+    lines = []
+    for sizes in ((4, 2, 8), (3, 1, 7), (4, 3, 16)):
+        times = [0.3 + 0.4 * (i % 5) for i in range(sizes[2])]
+        planned = plan(BubbleProblem(*sizes, encoder_forward=times, encoder_backward=times))
+        tasks = [(task.kind.value, task.microbatch, task.start.hex()) for task in planned.tasks]
+        lines.append(f"{planned.makespan.hex()} {tasks}")
+    assert run.stdout.splitlines() == lines
 
 
 @pytest.mark.parametrize(
