@@ -96,6 +96,8 @@ def draw(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(14, 1.6 + 0.45 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    # White lines between boxes would cover boxes that are as narrow as they.
+    line = 0.3 if max(map(len, plan.ranks)) < 150 else 0.0
     for rank, tasks in enumerate(plan.ranks):
         axes.broken_barh([(0, end)], (rank - 0.42, 0.84), facecolors=BUBBLE)
         for kind, colour in COLOURS.items():
@@ -107,7 +109,7 @@ def draw(plan: Plan, path: Path) -> None:
                 ]
                 alpha = 1.0 - 0.5 * part / plan.problem.chunks
                 axes.broken_barh(
-                    spans, (rank - 0.42, 0.84), facecolors=colour, alpha=alpha, edgecolors="white", linewidth=0.3
+                    spans, (rank - 0.42, 0.84), facecolors=colour, alpha=alpha, edgecolors="white", linewidth=line
                 )
         for task in tasks:
             if task.end - task.start > end * LABEL_WIDTH:
