@@ -58,13 +58,6 @@ LAYOUTS = {
         "*=cpu, mlp=recompute",
         marks=pytest.mark.slow,
     ),
-    "two pipelines with VPP 2, EP 2 moonep, remote": pytest.param(
-        4,
-        f"{FEATURES},moonep",
-        f"{PIPELINE} {MOONEP} --global-batch-size 32",
-        "*=remote, mlp_norm=recompute",
-        marks=[pytest.mark.slow, pytest.mark.mooncake],
-    ),
     "stock GPT with dropout": pytest.param(
         2,
         "",
@@ -118,11 +111,7 @@ def check_report(folder, nprocs, rules, capsys):
     assert report([str(folder), "--json"]) == 0
     by_rank = json.loads(capsys.readouterr().out)
     assert [entry["rank"] for entry in by_rank] == list(range(nprocs))
-    if "cpu" in rules:
-        assert all(entry["total"]["cpu"] > 0 and entry["peak_host_bytes"] > 0 for entry in by_rank)
-    else:
-        # the first stage of both pipelines
-        assert [entry["remote"]["sent_bytes"] > 0 for entry in by_rank] == [True, True, False, False]
+    assert all(entry["total"]["cpu"] > 0 and entry["peak_host_bytes"] > 0 for entry in by_rank)
     assert report([str(folder), "--json", "--what-if", "*=keep"]) == 0
     kept = json.loads(capsys.readouterr().out)
     for entry, other in zip(by_rank, kept, strict=True):
