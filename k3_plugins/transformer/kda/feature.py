@@ -64,6 +64,7 @@ class KDA:
                 f"--mtp-num-layers {args.mtp_num_layers}: multi-token prediction is not available with the kda feature "
                 "yet; drop the flag."
             )
+        _check_precision(args)
         try:
             args.linear_attention_freq = resolve_pattern(
                 args.linear_attention_freq, args.num_layers, config.kda_last_layer_full_attention
@@ -130,6 +131,18 @@ def _device() -> Any:
     activation = current()
     on_cpu = activation is not None and activation.platform == "cpu"
     return torch.device("cpu" if on_cpu or not torch.cuda.is_available() else "cuda")
+
+
+def _check_precision(args: Namespace) -> None:
+    """A_log and dt_bias stay fp32; Megatron's optimizer for mixed precision without shards confuses such parameters."""
+    stores = (args.save and not args.no_save_optim) or (args.load and not args.no_load_optim and not args.finetune)
+    low = "--bf16" if args.bf16 else "--fp16" if args.fp16 else None
+    if low and not args.use_distributed_optimizer and stores and args.ckpt_format != "torch":
+        raise FeatureError(
+            f"{low} with the kda feature needs --use-distributed-optimizer (any number of ranks): without it Megatron"
+            f" puts optimizer states under wrong names in --ckpt-format {args.ckpt_format} checkpoints of models with"
+            " fp32 parameters. Or leave the optimizer out: --no-save-optim, --no-load-optim"
+        )
 
 
 FEATURE = KDA()

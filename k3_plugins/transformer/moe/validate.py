@@ -18,6 +18,8 @@ def check_moe(args: Namespace, feature: str) -> None:
             f"--num-experts {args.num_experts} cannot be spread evenly over --expert-model-parallel-size "
             f"{args.expert_model_parallel_size}; choose a size that divides it."
         )
+    if args.moe_router_topk < 1:
+        raise FeatureError(f"--moe-router-topk {args.moe_router_topk} must be at least 1.")
     if args.moe_router_topk > args.num_experts:
         raise FeatureError(
             f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}; lower it."

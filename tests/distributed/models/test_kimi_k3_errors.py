@@ -25,6 +25,10 @@ CASES = {
         "--pipeline-model-parallel-size 2 --reset-attention-mask",
         "use --micro-batch-size 1",
     ),
+    "bf16 checkpoints without the distributed optimizer": (
+        "--bf16 --save never-written --ckpt-format torch_dist",
+        "--bf16 with the kda feature needs --use-distributed-optimizer",
+    ),
     "unknown model": ("--k3-model kimi_k9", "choose one of"),
     "model without its features": ("--k3-model kimi_k3", "type --k3-plugins"),
 }

@@ -36,7 +36,8 @@ LAYOUTS = {
     "PP 2 VPP 2 EP 2 moonep": (
         4,
         BALANCED,
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --expert-model-parallel-size 2 "
+        "--tensorboard-dir {}/pipeline-metrics --tensorboard-log-interval 1",
     ),
     "TP 2 SP EP 2 moonep, recomputation": (
         2,
@@ -110,12 +111,17 @@ def check_balance(run, nprocs, ep):
             assert line["slots_anywhere"] > 0, (kind, line)
 
 
-def test_metrics_of_the_router_are_written(runs):
+@pytest.mark.parametrize(
+    ("layout", "folder"),
+    [("EP 2 moonep, distributed optimizer", "metrics"), ("PP 2 VPP 2 EP 2 moonep", "pipeline-metrics")],
+    ids=["one stage", "layer 3 on the first of two stages"],
+)
+def test_metrics_of_the_router_are_written(layout, folder, runs):
     """The single hot expert of layer 3 is chosen by every token: 8 experts, top 2, so 4 times the mean."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    runs["EP 2 moonep, distributed optimizer"]
-    events = EventAccumulator(str(runs.root / "metrics"))
+    runs[layout]
+    events = EventAccumulator(str(runs.root / folder))
     events.Reload()
     for name, value in (("k3/qb-load-imbalance", 4.0), ("k3/qb-bias-spread", 0.9)):
         written = events.Scalars(name)

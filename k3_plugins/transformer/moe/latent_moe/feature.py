@@ -1,5 +1,6 @@
 """Feature ``latent-moe``: latent routed experts and SiTU-GLU, through the K3 layer specs (no patch of the layers)."""
 
+import math
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +39,8 @@ class LatentMoE:
             ("--k3-situ-beta-up", config.k3_situ_beta_up),
             ("--moe-latent-norm-eps", config.moe_latent_norm_eps),
         ):
-            if not value > 0:
-                raise FeatureError(f"{flag} {value} must be positive.")
+            if not 0 < value < math.inf:
+                raise FeatureError(f"{flag} {value} must be a positive, finite number.")
         if not args.swiglu:
             raise FeatureError("latent-moe needs gated feed-forward networks: pass --swiglu.")
         if args.num_experts is None:

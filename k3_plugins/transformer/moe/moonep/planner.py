@@ -14,7 +14,7 @@ fewest pieces that fill the gap are never more than ``m``, the gap is filled onc
 So ``m`` slots per rank always suffice and planning cannot fail; a larger number is a bug and raises.
 
 The fixed-charge transportation problem behind it is NP-hard, so a short list of greedy variants is tried in a fixed
-order and the first that reaches the lower bound on the maximum ends the search; otherwise the best is taken. Variants
+order; if none reaches the lower bound on the maximum, drawn ones follow until one does. The best is taken. Variants
 fill one gap after the other; they differ in which gap is next and which pieces fill it (`VARIANTS`). `planner_core`
 holds the loops, `planner_torch` makes the same decisions with device tensors; the two agree bit for bit.
 `planner_reference` holds the exact solver.
@@ -169,6 +169,9 @@ def plan(counts: np.ndarray) -> Plan:
     from k3_plugins.transformer.moe.moonep import planner_core
 
     counts = np.ascontiguousarray(counts, dtype=np.int64)
+    tokens = counts.sum(dtype=np.float64)
+    if tokens * num_experts >= 2**62:
+        raise PlanError(f"{tokens:.3g} tokens for {num_experts} experts are more than 64-bit keys can hold")
     loads = np.zeros(num_experts, dtype=np.int64)
     least = planner_core.totals(counts, loads)
     if least < 0:
@@ -176,12 +179,14 @@ def plan(counts: np.ndarray) -> Plan:
     spare = loads.reshape(ranks, m).sum(1) - np.array(targets(int(loads.sum()), ranks))
     bound = planner_core.lower_bound(loads, spare)
     best = None
-    for variant in variants_for(num_experts, ranks):
+    variants = variants_for(num_experts, ranks)
+    rules = sum(not variant.salt for variant in variants)
+    for position, variant in enumerate(variants):
         moves = np.empty((max((ranks - 1) * m, 1), 3), dtype=np.int64)
         score = planner_core.fill(loads, spare.copy(), bound, *variant, moves)
         if best is None or score < best[0]:
             best = (score, moves)
-        if best[0][0] <= bound:
+        if best[0][0] <= bound and (variant.salt or position + 1 == rules):
             break
     (worst, total), moves = best
     if worst > m:

@@ -59,7 +59,9 @@ def plan(counts: Tensor) -> DevicePlan:
     worst, extra = per_rank.amax(1), per_rank.sum(1)
     order = torch.arange(len(variants), device=counts.device)
     stops = (worst <= bound).long()
-    reached = stops.cumsum(0) - stops  # variants before this one that end the search
+    reached = stops.cumsum(0) - stops  # variants before this one that reach the bound; they end the search among draws
+    rules = sum(not variant.salt for variant in variants)
+    reached = reached.masked_fill(order < rules, 0)
     score = ((worst * (ranks * num_experts + 1) + extra) * len(variants) + order).masked_fill(
         reached > 0, torch.iinfo(torch.int64).max
     )

@@ -23,6 +23,7 @@ def wrap_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
         skipped = result[1]
         (clear if skipped else update)(routers_of(model))
         RUNTIME.routers = routers_of(model)
+        RUNTIME.device = next((p.device for chunk in model for p in chunk.parameters()), None)
         return result
 
     return train_step
@@ -32,17 +33,27 @@ class _Runtime:
     """The routers of the model in training, for the metrics."""
 
     routers: list[Any] = []
+    device: Any = None
+    """Where this rank's parameters are."""
 
 
 RUNTIME = _Runtime()
 
 
 def _worst() -> dict[str, float]:
-    """Of the layers of this pipeline stage."""
+    """The worst layer of the model. Collective over the pipeline: the rank that writes holds the last layers only."""
+    import torch
+    from megatron.core import parallel_state
+
     metrics = [router.last_metrics for router in RUNTIME.routers if router.last_metrics is not None]
-    if not metrics:
-        return {}
-    return {IMBALANCE: max(float(m[0]) for m in metrics), SPREAD: max(float(m[1]) for m in metrics)}
+    own = torch.full((2,), -1.0, dtype=torch.float32, device=RUNTIME.device)
+    if metrics:
+        own = torch.stack([torch.stack([m[0], m[1]]).float() for m in metrics]).amax(0).to(RUNTIME.device)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=group)
+    imbalance, spread = own.tolist()
+    return {} if imbalance < 0 else {IMBALANCE: imbalance, SPREAD: spread}
 
 
-wrap_training_log = logs(_worst, on_every_rank=False)
+wrap_training_log = logs(_worst, on_every_rank=True)

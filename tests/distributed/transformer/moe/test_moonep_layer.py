@@ -55,10 +55,16 @@ def build(case, memory_efficient=True, **settings):
 class NoHostReadOps(torch.utils._python_dispatch.TorchDispatchMode):
     """Fails on every operation that would make the host wait for the device."""
 
-    forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero")
+    forbidden = (
+        "_local_scalar_dense", "nonzero", "masked_select", "unique", "equal.default", "is_nonzero", "bincount",
+        "repeat_interleave.Tensor", "repeat_interleave.self_Tensor", "tensor_split.tensor",
+    )  # fmt: skip
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not any(name in str(func) for name in self.forbidden), f"host read: {func}"
+        if "index.Tensor" in str(func) or "index_put" in str(func):
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            assert not masks, f"host read: {func} with a mask has a size that only the device knows"
         return func(*args, **(kwargs or {}))
 
 

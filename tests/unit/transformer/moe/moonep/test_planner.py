@@ -247,6 +247,7 @@ def test_the_same_plan_in_another_process() -> None:
         (np.zeros(8, dtype=int), r"shape \[ranks, experts\]"),
         (np.array([[1, -1]]), "negative"),
         (np.array([[0.5, 1.0]]), "integers"),
+        (np.full((2, 4), 2**61), "more than 64-bit keys can hold"),
     ],
 )
 def test_bad_counts_are_refused(counts: np.ndarray, words: str) -> None:
