@@ -107,10 +107,11 @@ class PerHeadMuonFeature:
 
 
 def _check_numbers(args: Namespace, config: PerHeadMuonConfig) -> None:
+    scale = args.muon_extra_scale_factor
     for flag, value, good, want in (
         ("--muon-momentum", args.muon_momentum, 0 <= args.muon_momentum < 1, "at least 0 and less than 1"),
         ("--muon-num-ns-steps", args.muon_num_ns_steps, args.muon_num_ns_steps >= 1, "at least 1"),
-        ("--muon-extra-scale-factor", args.muon_extra_scale_factor, args.muon_extra_scale_factor > 0, "positive"),
+        ("--muon-extra-scale-factor", scale, 0 < scale < math.inf, "positive and finite"),
         ("--muon-batch-elements", config.muon_batch_elements, config.muon_batch_elements >= 1, "at least 1"),
     ):
         if not good:

@@ -68,7 +68,7 @@ class QKClip:
         maxima = torch.full((1,), -torch.inf, device=device) if self.last_maxima is None else self.last_maxima
         largest = maxima.max()
         # every data-parallel rank has the reduced maxima of the same heads
-        clipped = (maxima > self.threshold).sum().float() / self.group.size()
+        clipped = (maxima.isfinite() & (maxima > self.threshold)).sum().float() / self.group.size()
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         torch.distributed.all_reduce(clipped)
         return largest.item(), round(clipped.item())

@@ -117,6 +117,8 @@ def foreign(rank, world_size, folder):
         assert "exp_avg_sq" not in mine or torch.equal(mine["exp_avg_sq"], state["exp_avg_sq"])
         same += 1
     assert same > 10
+    steps = {group["step"] for group in ours.optimizer.param_groups}
+    assert steps == {SAVED}, "the bias corrections of AdamW go on where they were"
     converted.step(SAVED)
 
     other_lr = muon_cases.Run(Case(flags=(("muon_adamw_lr", 0.001),)))

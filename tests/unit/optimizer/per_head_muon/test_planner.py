@@ -258,3 +258,21 @@ def test_every_rank_receives_what_megatrons_bucket_layout_says(ranks, rule, buck
 def test_unknown_owner_rule():
     with pytest.raises(ValueError, match="no owner rule 'first'"):
         assign([[]], [{}], 1, "first")
+
+
+def one(name, rows, columns):
+    ((matrix,),) = matrices(name, whole(rows), (rows, columns), None, 1)
+    return matrix
+
+
+def test_work_is_counted_in_multiplications_of_the_smaller_side():
+    """X X^T and its product with X, and the square, for the 8 x 32 matrix or its transpose: 2 * 8 * 8 * 32 + 8^3."""
+    assert one("wide", 8, 32).cost == one("tall", 32, 8).cost == 2 * 8 * 8 * 32 + 8**3
+
+
+def test_owners_balance_work_and_not_the_number_of_matrices():
+    """One matrix of 12,288 multiplications against three of 192: it keeps a rank for itself."""
+    found = [[one("large", 16, 16), *(one(f"small {i}", 4, 4) for i in range(3))]]
+    owners = {a.matrix.parameter: a.owner.data_rank for a in assign(found, None, 2, "balanced")}
+    large = owners.pop("large")
+    assert set(owners.values()) == {1 - large}
