@@ -43,7 +43,8 @@ from k3_plugins.transformer.moe.moonep.spec import layer_options  # noqa: E402
 from k3_plugins.transformer.moe.ops import grouped_mlp  # noqa: E402
 
 DISPATCHERS = ("alltoall", "allgather", "moonep", "moonep-keep")
-ROUTINGS = ("balanced", "zipf", "single_hot")
+ROUTINGS = ("balanced", "zipf", "single_hot", "tight")
+"""single_hot: every token's experts on one rank. tight: that rank's experts get nothing, which needs most slots."""
 HIDDEN, LATENT, FFN, EXPERTS, TOPK = 256, 128, 256, 32, 4
 
 
@@ -55,6 +56,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps; the median is printed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args = parser.parse_args()
+    for name in ("tokens", "steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.ranks < 2 or EXPERTS % args.ranks:
+        parser.error(f"--ranks {args.ranks} must be at least 2 and divide the {EXPERTS} experts")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -179,7 +185,12 @@ def _layer(args: SimpleNamespace, routing: str, dispatcher: str) -> LatentMoELay
     layer.set_layer_number(1)
     e = torch.arange(EXPERTS, dtype=torch.float32)
     # The first channel of every token is 1: its router column is an offset per expert.
-    offsets = {"balanced": 0 * e, "zipf": 2.5 - 1.2 * torch.log1p(e), "single_hot": torch.where(e < TOPK, 6.0, 0.0)}
+    offsets = {
+        "balanced": 0 * e,
+        "zipf": 2.5 - 1.2 * torch.log1p(e),
+        "single_hot": torch.where(e < TOPK, 6.0, 0.0),
+        "tight": torch.where(e < EXPERTS // args.ranks, -8.0, 0.0),
+    }
     layer.router.weight.data[:, 0] = offsets[routing]
     return layer.train()
 

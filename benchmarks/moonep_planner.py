@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--ilp-seconds", type=float, default=20.0, help="time limit of one integer program")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args = parser.parse_args()
+    for name in ("seeds", "repeats"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} must be at least 1")
     if not args.json:
         print("max / total redundant experts, summed over instances (ILP '>=': lower bound, the time limit came first)")
         heads = f"{'ours':>12} {'alias':>12} {'ILP':>14}   {'ms per plan (median, min)':>24}"

@@ -71,7 +71,7 @@ class QuantileBalancing:
             raise FeatureError("--moe-router-enable-expert-bias is another bias rule; drop it.")
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
-        """The histogram of the first step holds every token of the global batch exactly once, in every layer."""
+        """The histogram of the first step holds tokens in every layer, and none of the global batch twice."""
         from k3_plugins.transformer.moe.quantile_balancing.router import counted_tokens, routers_of
 
         routers = routers_of(model_chunks)

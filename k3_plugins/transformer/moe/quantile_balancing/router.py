@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
@@ -50,6 +51,12 @@ class QuantileBalancingRouter(TopKRouter):
         # Under sequence parallelism, and only there, tensor-parallel ranks hold different tokens.
         split = config.sequence_parallel or pg_collection.tp.size() == 1
         self.count_group = pg_collection.tp_dp_cp if split else pg_collection.dp_cp
+        if self.count_group is None:  # would mean all ranks, pipeline stages with other layers among them
+            self.count_group = (
+                parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+                if split
+                else parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
         device = self.weight.device
         del self.expert_bias
         self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device))

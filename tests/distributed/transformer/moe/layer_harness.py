@@ -9,6 +9,7 @@ Letters: T tokens of all ranks together, d width, l latent, E experts, k per tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,11 @@ class Case:
     padding: str = "none"  # or some, all, rank0
     dispatcher: str = "alltoall"
     dtype: torch.dtype = torch.float64
+    beta_gate: float = 4.0  # infinite, both: SwiGLU
+    beta_up: float = 25.0
+    norm: bool = True
+    norm_eps: float = 1e-5
+    scaling: float | None = None
     options: dict[str, Any] = field(default_factory=dict)  # further TransformerConfig fields
 
 
@@ -71,6 +77,17 @@ def by_layout(cases: Sequence[Case]) -> list[Case]:
     return sorted(cases, key=lambda case: (case.tp, case.ep, case.etp))
 
 
+def latent_config_of(case: Case, **settings: Any) -> Any:
+    """The feature's settings of a case."""
+    from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig
+
+    if math.isfinite(case.beta_gate):
+        settings |= {"k3_situ_beta_gate": case.beta_gate, "k3_situ_beta_up": case.beta_up}
+    else:
+        settings |= {"k3_activation": "swiglu"}
+    return LatentMoEConfig(moe_latent_norm=case.norm, moe_latent_norm_eps=case.norm_eps, **settings)
+
+
 def config_of(case: Case) -> Any:
     """The TransformerConfig of a case."""
     from megatron.core.transformer import TransformerConfig
@@ -88,6 +105,7 @@ def config_of(case: Case) -> Any:
         moe_router_score_function="sigmoid",
         moe_router_load_balancing_type="none",
         moe_router_dtype="fp64" if case.dtype == torch.float64 else "fp32",
+        moe_router_topk_scaling_factor=case.scaling,
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type=case.dispatcher,
         add_bias_linear=False,
@@ -121,7 +139,8 @@ def weights_of(case: Case) -> dict[str, Tensor]:
         "w2": draw(case.E, width, case.f),
     }
     if case.l:
-        weights |= {"down": draw(case.l, case.d), "up": draw(case.d, case.l), "norm": 1 + 0.3 * draw(1, case.l)[0]}
+        weights |= {"down": draw(case.l, case.d), "up": draw(case.d, case.l)}
+        weights |= {"norm": 1 + 0.3 * draw(1, case.l)[0]} if case.norm else {}
     if case.F:
         weights |= {"shared1": draw(2 * case.F, case.d), "shared2": draw(case.d, case.F)}
     # The first channel of every token is 1 (see tokens_of): its router column is an offset per expert.
@@ -162,7 +181,7 @@ def oracle(case: Case, bias: Tensor | None = None) -> tuple[Tensor, dict[str, Te
     x, upstream, padding = tokens_of(case)
     x = x.requires_grad_()
     zero = torch.zeros(case.E, dtype=torch.float64) if bias is None else bias
-    experts, p = naive.route(x, weights["router"], zero, case.k)
+    experts, p = naive.route(x, weights["router"], zero, case.k, case.scaling or 1.0)
     experts = torch.where(padding[:, None], -1, experts)
     y = naive.latent_moe(
         x,
@@ -174,6 +193,9 @@ def oracle(case: Case, bias: Tensor | None = None) -> tuple[Tensor, dict[str, Te
         weights["w1"],
         weights["w2"],
         (weights["shared1"], weights["shared2"]) if case.F else None,
+        case.beta_gate,
+        case.beta_up,
+        case.norm_eps,
     )
     grads = torch.autograd.grad((y * upstream).sum(), [x, *weights.values()], allow_unused=True)
     named = dict(zip(["x", *weights], grads, strict=True))
@@ -207,7 +229,8 @@ def shares(layer: Any, case: Case) -> dict[str, tuple[Tensor, Callable[[Tensor],
         down, up = layer.fc1_latent_proj, layer.fc2_latent_proj
         found["down"] = (down.weight, lambda w: w.chunk(tp)[t] if down.sharded else w)
         found["up"] = (up.weight, lambda w: w.chunk(tp)[t] if up.sharded else w)
-        found["norm"] = (up.norm.weight, lambda w: w)
+        if case.norm:
+            found["norm"] = (up.norm.weight, lambda w: w)
     if case.F:
         found["shared1"] = (layer.shared_experts.linear_fc1.weight, glu(tp, t, 0))
         found["shared2"] = (layer.shared_experts.linear_fc2.weight, lambda w: w.chunk(tp, 1)[t])

@@ -1,5 +1,7 @@
 """LatentMoE through its spec against the token loop, on 1, 2 and 4 ranks: output and every gradient; checkpoints."""
 
+import math
+
 import torch
 
 from tests.distributed.transformer.moe import layer_harness as harness
@@ -17,6 +19,10 @@ CASES = {
         Case(k=8),
         Case(dispatcher="allgather"),
         Case(routing="single_hot"),
+        Case(beta_gate=0.7, beta_up=1.5, norm_eps=0.3),
+        Case(beta_gate=math.inf, beta_up=math.inf),
+        Case(norm=False),
+        Case(scaling=2.446),
     ],
     2: [Case(ep=2), Case(), Case(tp=2), Case(tp=2, ep=2), Case(tp=2, etp=2)],
     4: [Case(ep=4), Case(tp=2, ep=2), Case(tp=2, ep=4), Case(ep=2, routing="zipf", dispatcher="allgather")],
@@ -24,12 +30,11 @@ CASES = {
 
 
 def build(case, **settings):
-    from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig
     from k3_plugins.transformer.moe.latent_moe.spec import moe_module_spec
 
     harness.start(case)
     config = harness.config_of(case)
-    layer = moe_module_spec(config, LatentMoEConfig(**settings))(config=config, layer_number=1)
+    layer = moe_module_spec(config, harness.latent_config_of(case, **settings))(config=config, layer_number=1)
     layer.set_layer_number(1)
     harness.fill(layer, case)
     return layer
