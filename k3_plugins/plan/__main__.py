@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 
+from k3_plugins.atomic import replacing
 from k3_plugins.models.kimi_k3.config import PRESETS
 from k3_plugins.plan import report
 from k3_plugins.plan.cost import Hardware
@@ -122,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     report.show(job, result, options.top, options.model)
     if options.json:
         contents = report.values(job, hardware, result, options.top, options.model)
-        _write(options.json, json.dumps(contents, indent=1) + "\n")
+        with replacing(options.json) as temporary:
+            temporary.write_text(json.dumps(contents, indent=1) + "\n")
     if options.png:
         if not result.found:
             print("no picture: no layout fits", file=sys.stderr)
@@ -132,18 +132,6 @@ def main(argv: list[str] | None = None) -> int:
             except RuntimeError as error:
                 command.error(str(error))
     return 0 if result.found else 1
-
-
-def _write(path: Path, text: str) -> None:
-    """Atomically."""
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 if __name__ == "__main__":

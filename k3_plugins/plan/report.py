@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from k3_plugins.atomic import replacing
 from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.plan.cost import HIDDEN, Hardware
 from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
@@ -230,13 +229,8 @@ def draw(job: Job, result: Result, device_bytes: float, top: int, name: str, out
     right.set_xlabel("seconds per step (estimate)")
     right.legend(fontsize=7)
     figure.suptitle(f"{name} on {job.gpus} GPUs, {job.context} tokens per sequence")
-    handle, temporary = tempfile.mkstemp(dir=output.parent, suffix=".png")
-    os.close(handle)
     try:
-        figure.savefig(temporary, dpi=130, format="png")
-        os.replace(temporary, output)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        with replacing(output) as temporary:
+            figure.savefig(temporary, dpi=130, format="png")
     finally:
         pyplot.close(figure)

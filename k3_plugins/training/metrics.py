@@ -46,6 +46,14 @@ def due(iteration: int) -> bool:
     return iteration % get_args().tensorboard_log_interval == 0
 
 
+def written_anywhere() -> bool:
+    """Whether any rank has a writer; the same answer on every rank."""
+    from megatron.training import get_args
+
+    args = get_args()
+    return bool(args.tensorboard_dir or args.wandb_project)
+
+
 def write(values: Values, iteration: int) -> None:
     """Write scalars where this rank has a writer (Megatron's last rank)."""
     tensorboard, wandb = _writers()

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k3_plugins.atomic import replacing
 from k3_plugins.feature import FeatureError
 
 if TYPE_CHECKING:
@@ -56,11 +57,10 @@ def write_record(folder: str, manager: ActivationManager, args: Any, iteration: 
         ],
     }
     path = Path(folder) / f"rank{args.rank:05d}.json"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(contents, indent=1) + "\n")
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(contents, indent=1) + "\n")
     except OSError as error:
         raise FeatureError(f"--activation-report {folder}: {error}; name a folder that can be written") from error
     return path

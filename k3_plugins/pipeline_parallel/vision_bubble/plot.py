@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from k3_plugins.atomic import replacing
 from k3_plugins.pipeline_parallel.vision_bubble.plan import Plan, Task, TaskKind
 from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem, PlanError
@@ -143,12 +143,8 @@ def write(plan: Plan, output: Path) -> tuple[Path, Path]:
         (picture, lambda temporary: draw(plan, temporary)),
         (trace, lambda temporary: temporary.write_text(json.dumps(chrome_trace(plan)))),
     ):
-        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-        try:
+        with replacing(path) as temporary:
             fill(temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
     return picture, trace
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
 
+from k3_plugins.atomic import replacing
 from k3_plugins.data import sidecar
 from k3_plugins.data.sources import InputError
 from k3_plugins.recipes.compare import report
@@ -73,9 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     verdict = judge(*searches)
     contents = json.dumps(report.values(searches, verdict, budget), indent=1) + "\n"
-    temporary = options.output / f".report.json.{os.getpid()}"
-    temporary.write_text(contents)
-    os.replace(temporary, options.output / "report.json")
+    with replacing(options.output / "report.json") as temporary:
+        temporary.write_text(contents)
     report.draw(searches, verdict, options.output / "report.png")
     report.show(searches, verdict)
     print(f"report: {options.output / 'report.json'}, picture: {options.output / 'report.png'}")

@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from k3_plugins.recipes import declaration
 
 BATCH = "global-batch-size"
 LR = "lr"
@@ -48,9 +47,7 @@ class Arm(BaseModel):
     @field_validator("flags", mode="before")
     @classmethod
     def _words(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(shlex.split(value))
-        return tuple(str(word) for word in value) if isinstance(value, list) else value
+        return declaration.words(value)
 
     @field_validator("grid", mode="before")
     @classmethod
@@ -72,10 +69,7 @@ class Arm(BaseModel):
                 raise ValueError(f"grid.{name} {list(entries)} must ascend without repetition")
         if any(entry != int(entry) for entry in self.grid.get(BATCH, ())):
             raise ValueError(f"grid.{BATCH} {list(self.grid[BATCH])} must be whole numbers")
-        for word in self.flags:
-            name = word.removeprefix("--").partition("=")[0]
-            if word.startswith("--") and name in RESERVED:
-                raise ValueError(f"flags: {word} is set by the comparison, the same way for every arm; leave it out")
+        declaration.refuse_reserved(self.flags, RESERVED, "is set by the comparison, the same way for every arm")
         return self
 
     @property
@@ -90,17 +84,4 @@ def read(path: Path) -> Arm:
     Raises:
         ArmError: naming the file, every wrong field and why.
     """
-    try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ArmError(f"{path} cannot be read: {error}") from error
-    if not isinstance(contents, dict):
-        raise ArmError(f"{path} must be a mapping with name, flags and grid")
-    try:
-        return Arm(**contents)
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {re.sub('^Value error, ', '', fault['msg'])}"
-            for fault in error.errors()
-        ]
-        raise ArmError(f"{path}: " + "; ".join(lines)) from error
+    return declaration.read(path, Arm, ArmError, "name, flags and grid")

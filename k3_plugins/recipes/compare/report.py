@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
+from k3_plugins.atomic import replacing
 from k3_plugins.recipes.compare.search import Search
 from k3_plugins.recipes.compare.trial import Budget
 from k3_plugins.recipes.compare.verdict import Verdict, mean_loss
@@ -79,7 +79,8 @@ def draw(searches: tuple[Search, Search], verdict: Verdict, path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for search, colour in zip(searches, COLOURS, strict=True):
-        for index, trial in enumerate(search.repeats):
+        # a repetition may have diverged before it was evaluated
+        for index, trial in enumerate(trial for trial in search.repeats if trial.curve):
             tokens, losses = zip(*trial.curve, strict=True)
             label = f"{search.arm.name} (lr {trial.point.lr:g}, batch {trial.point.batch})" if index == 0 else None
             left.plot(tokens, losses, color=colour, marker="o", markersize=3, linewidth=1.3, label=label)
@@ -101,6 +102,5 @@ def draw(searches: tuple[Search, Search], verdict: Verdict, path: Path) -> None:
     right.set_ylabel("validation loss at the end")
     right.legend(frameon=False, fontsize=8)
     figure.suptitle(verdict.sentence, fontsize=9, wrap=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.png")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png")

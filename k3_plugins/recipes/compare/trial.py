@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from k3_plugins.atomic import replacing
 from k3_plugins.recipes import process
 from k3_plugins.recipes.compare.arm import Arm
 from k3_plugins.report.events import ReportError, read_run
@@ -102,7 +102,8 @@ def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
     folder.mkdir(parents=True)
     code = process.run(words, folder / LOG)
     trial = _result(budget, point, folder, code)
-    _write(folder / RESULT, json.dumps({"command": words, **asdict(trial)}, indent=1))
+    with replacing(folder / RESULT) as temporary:  # half a result must not look like a finished trial
+        temporary.write_text(json.dumps({"command": words, **asdict(trial)}, indent=1))
     return trial
 
 
@@ -146,10 +147,3 @@ def _diverged(folder: Path) -> bool:
     """Whether Megatron ended the run at a loss or a gradient that is not finite."""
     text = (folder / LOG).read_text(errors="replace")
     return re.search(r"(found|result|norm)\W+(nan|inf)", text, re.IGNORECASE) is not None
-
-
-def _write(path: Path, text: str) -> None:
-    """Atomically: a half-written result must not look like a finished trial."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)

@@ -12,14 +12,13 @@ Letters: N samples, T tokens counted before a stage; W tokens of warm-up, A toke
 from __future__ import annotations
 
 import math
-import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from k3_plugins.recipes import declaration
 
 
 class CurriculumError(ValueError):
@@ -36,19 +35,6 @@ RESERVED = frozenset(
     + ("train-data-path", "valid-data-path", "data-path")
 )
 """Flags that follow from the stages."""
-
-
-def _words(value: object) -> object:
-    if isinstance(value, str):
-        return tuple(shlex.split(value))
-    return tuple(str(word) for word in value) if isinstance(value, list) else value
-
-
-def _check_flags(flags: Words) -> Words:
-    for word in flags:
-        if word.startswith("--") and word.removeprefix("--").partition("=")[0] in RESERVED:
-            raise ValueError(f"{word} follows from the stages; leave it out")
-    return flags
 
 
 class Stage(BaseModel):
@@ -81,11 +67,11 @@ class Stage(BaseModel):
     @field_validator("flags", mode="before")
     @classmethod
     def _flags(cls, value: object) -> object:
-        return _words(value)
+        return declaration.words(value)
 
     @model_validator(mode="after")
     def _sane(self) -> Stage:
-        _check_flags(self.flags)
+        declaration.refuse_reserved(self.flags, RESERVED, "follows from the stages")
         if not self.data:
             raise ValueError("data must name at least one prepared data set")
         if self.tokens < self.context * self.global_batch:
@@ -118,11 +104,11 @@ class Curriculum(BaseModel):
     @field_validator("flags", mode="before")
     @classmethod
     def _flags(cls, value: object) -> object:
-        return _words(value)
+        return declaration.words(value)
 
     @model_validator(mode="after")
     def _sane(self) -> Curriculum:
-        _check_flags(self.flags)
+        declaration.refuse_reserved(self.flags, RESERVED, "follows from the stages")
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise ValueError(f"stages {names} must have different names")
@@ -204,17 +190,4 @@ def read(path: Path) -> Curriculum:
     Raises:
         CurriculumError: naming the file, every wrong field and why.
     """
-    try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CurriculumError(f"{path} cannot be read: {error}") from error
-    if not isinstance(contents, dict):
-        raise CurriculumError(f"{path} must be a mapping with lr, min-lr, eval-global-batch and stages")
-    try:
-        return Curriculum(**contents)
-    except ValidationError as error:
-        lines = [
-            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {re.sub('^Value error, ', '', fault['msg'])}"
-            for fault in error.errors()
-        ]
-        raise CurriculumError(f"{path}: " + "; ".join(lines)) from error
+    return declaration.read(path, Curriculum, CurriculumError, "lr, min-lr, eval-global-batch and stages")

@@ -11,13 +11,13 @@ evaluated: the weights were measured in training, when metrics were last written
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from k3_plugins.atomic import replacing
 
 _LAYER = re.compile(r"(?:.*\.)?decoder\.layers\.(?:(\d+)\.)?(self_attention_res|mlp_res)\.source_weights")
 _OUTPUT = re.compile(r"(?:.*\.)?decoder\.output_res\.source_weights")
@@ -119,14 +119,9 @@ def draw(rows: list[tuple[str, list[float]]], output: Path) -> None:
     axes.set_ylabel("layer and sublayer (A attention, M MLP, O output)")
     axes.set_title("mean source weight")
     figure.colorbar(image, ax=axes)
-    handle, temporary = tempfile.mkstemp(dir=output.parent, suffix=".png")
-    os.close(handle)
     try:
-        figure.savefig(temporary, dpi=150, format="png")
-        os.replace(temporary, output)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        with replacing(output) as temporary:
+            figure.savefig(temporary, dpi=150, format="png")
     finally:
         pyplot.close(figure)
 

@@ -145,6 +145,19 @@ def test_divergence_and_unequal_batches_are_no_verdict():
     assert not other.aligned and "different batch sizes" in other.sentence
 
 
+def test_a_repetition_that_diverged_before_its_first_evaluation_is_drawn_around(tmp_path):
+    from k3_plugins.recipes.compare.report import draw
+
+    def train(point):
+        return bowl(2e-3)(point) if point.seed == 1 else Trial(point, math.inf, (), 10)
+
+    searches = find(bowl(2e-3)), find(train, arm("b"), seeds=(1, 2))
+    verdict = judge(*searches)
+    assert not verdict.aligned and "a repetition of an optimum diverged" in verdict.sentence
+    draw(searches, verdict, tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
 # -- real runs ---------------------------------------------------------------------------------------------------------
 
 MODEL = """

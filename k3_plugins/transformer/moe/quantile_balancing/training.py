@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from k3_plugins.training.metrics import logs
+from k3_plugins.training.metrics import logs, written_anywhere
 
 IMBALANCE = "k3/qb-load-imbalance"
 SPREAD = "k3/qb-bias-spread"
@@ -45,6 +45,8 @@ def _worst() -> dict[str, float]:
     import torch
     from megatron.core import parallel_state
 
+    if not written_anywhere():
+        return {}
     metrics = [router.last_metrics for router in RUNTIME.routers if router.last_metrics is not None]
     own = torch.full((2,), -1.0, dtype=torch.float32, device=RUNTIME.device)
     if metrics:
