@@ -163,6 +163,18 @@ def _multi_token_prediction(module: Any) -> Claims:
     return _whole(module, "eh_proj")
 
 
+def _vision_block(module: Any) -> Claims:
+    head = {name: Split(((name, module.head_dim),), module.config.num_attention_heads, "head") for name in "qkv"}
+    return {
+        **{f"linear_{name}.weight": split for name, split in head.items()},
+        **_whole(module, "linear_proj", "linear_fc1", "linear_fc2"),
+    }
+
+
+def _projector(module: Any) -> Claims:
+    return _whole(module, "linear_fc1", "linear_fc2")
+
+
 def _embedding(module: Any) -> Claims:
     # Megatron tags word embeddings only; a learned position embedding is 2-D and looks like any other matrix.
     return {name: EMBEDDING for name, _ in module.named_parameters()}
@@ -182,4 +194,7 @@ _RULES: dict[str, Callable[[Any], Claims]] = {
     "k3_plugins.transformer.gated_mla.layer:GatedMLASelfAttention": _latent_attention,
     "k3_plugins.transformer.moe.experts:GroupedExperts": _stacked_experts,
     "k3_plugins.transformer.moe.latent_moe.projection:LatentProjection": _single_weight,
+    "k3_plugins.vision.moonvit.block:MoonViTBlock": _vision_block,
+    "k3_plugins.vision.moonvit.encoder:Projector": _projector,
+    "k3_plugins.vision.moonvit.encoder:PatchEmbedding": _embedding,
 }

@@ -21,7 +21,7 @@ class MoonViTFeature:
 
     name = "moonvit"
     requires: Sequence[str] = ()
-    conflicts: Sequence[str] = ("attnres", "per-head-muon", "pipeline-zero2", "activation-manager", "mxfp4-qat")
+    conflicts: Sequence[str] = ()
     config = MoonViTConfig
     changes_parameters = True
 

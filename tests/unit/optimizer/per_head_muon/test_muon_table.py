@@ -41,7 +41,29 @@ def tables(rank, world_size):
             }
             if key == "k3":
                 result["rows"] = rows_of(table, Layout(tensor=2, expert=2, expert_tensor=1))
+    encoder = build_table([moonvit()], MuonSettings())
+    result["moonvit"] = {
+        e.name: [(m.label, m.rows, m.columns) for m in e.matrices(1)[0]] if e.split else e.why for e in encoder.values()
+    }
     return result
+
+
+def moonvit():
+    from megatron.core.transformer import TransformerConfig
+
+    from k3_plugins.vision.moonvit.config import MoonViTConfig
+    from k3_plugins.vision.moonvit.encoder import MoonViT
+
+    sizes = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "head_dim": 8, "ffn_size": 20, "patch_size": 2}
+    text = TransformerConfig(
+        num_layers=1,
+        hidden_size=10,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        transformer_impl="local",
+    )
+    return MoonViT(MoonViTConfig(**{f"moonvit_{name}": size for name, size in sizes.items()}), text)
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +105,26 @@ def test_blocks_of_fused_projections(found):
     experts = "0.decoder.layers.1.mlp.experts.weight1"
     assert found["k3 counts"][experts][:2] == [("expert 0 gate", 8, 12), ("expert 0 up", 8, 12)]
     assert found["k3 counts"]["0.decoder.layers.0.mlp.linear_fc1.weight"] == [("gate", 72, 24), ("up", 72, 24)]
+
+
+def test_every_matrix_of_the_vision_encoder(found):
+    block = "0.blocks.0."
+    heads = {f"{block}linear_{name}.weight": [(f"{name} 0", 8, 24), (f"{name} 1", 8, 24)] for name in "qkv"}
+    whole = {
+        f"{block}linear_proj.weight": [("", 24, 16)],
+        f"{block}linear_fc1.weight": [("", 20, 24)],
+        f"{block}linear_fc2.weight": [("", 24, 20)],
+        "0.projector.linear_fc1.weight": [("", 96, 96)],
+        "0.projector.linear_fc2.weight": [("", 10, 96)],
+    }
+    others = {name: how for name, how in found["moonvit"].items() if isinstance(how, str)}
+    assert found["moonvit"] == {**heads, **whole, **others}
+    assert others == {
+        "0.patch_embedding.weight": "embedding",
+        "0.patch_embedding.positions": "embedding",
+        **dict.fromkeys((f"{block}norm0.weight", f"{block}norm1.weight", "0.final_norm.weight"), "vector"),
+        "0.projector.pre_norm.weight": "vector",
+    }
 
 
 class Fused(nn.Module):
