@@ -1,6 +1,7 @@
 """Sizes and limits of MoonViT-V2, one field per flag. This module imports neither torch nor megatron."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,19 @@ class MoonViTConfig:
     moonvit_position_grid: int = 64
     """Edge of the learned square table of positions, which is interpolated to the grid of each image."""
 
+    moonvit_interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How that table is interpolated: bilinear as published with Kimi K3, bicubic as with Kimi K2.5."""
+
+    moonvit_projector_norm: Literal["post", "pre"] = "post"
+    """The projector's norm: of the tokens it hands to the language model, as published with Kimi K3, or of the
+    encoder's patches before its MLP, as with Kimi K2.5."""
+
     moonvit_norm_eps: float = 1e-5
-    """Added to the mean square in the norms."""
+    """Added to the mean square in the encoder's norms. The published code leaves it to PyTorch, which takes 2^-23, the
+    distance from 1 to the next fp32 number, also for bf16."""
+
+    moonvit_projector_norm_eps: float = 1e-5
+    """Added to the mean square in the projector's norm."""
 
     moonvit_max_patches: int = field(default=65536, metadata={"changes_parameters": False})
     """Most patches of an image or of one frame; 65536 are 3584 x 3584 pixels."""

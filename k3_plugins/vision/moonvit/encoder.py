@@ -1,6 +1,6 @@
 """MoonViT-V2 with its projector: packed patches of images and videos in, tokens of the language model out.
 
-    patch embedding + positions -> blocks -> norm -> mean over frames -> 2 x 2 pixel shuffle -> norm, MLP -> width D
+    patch embedding + positions -> blocks -> norm -> mean over frames -> 2 x 2 pixel shuffle -> MLP, norm -> width D
 
 Sources: Kimi-VL technical report (arXiv 2504.07491) for the packed encoder, K3 technical report (arXiv 2607.24653) for
 RMSNorm, no biases and video. The ``transformers`` package's Kimi-K2.5 tower computes the same for images once its
@@ -82,6 +82,7 @@ class PatchEmbedding(MegatronModule):
         super().__init__(config)
         kwargs = {"dtype": config.params_dtype, "device": parameter_device(config)}
         grid = vit.moonvit_position_grid
+        self.interpolation = vit.moonvit_interpolation
         self.weight = nn.Parameter(torch.empty(config.hidden_size, 3 * vit.moonvit_patch_size**2, **kwargs))
         self.positions = nn.Parameter(torch.empty(grid, grid, config.hidden_size, **kwargs))
         if config.perform_initialization:
@@ -97,19 +98,24 @@ class PatchEmbedding(MegatronModule):
 
     def forward(self, patches: Tensor, clips: Sequence[Clip]) -> Tensor:
         embedded = nn.functional.linear(patches.to(self.weight.dtype), self.weight)
-        return embedded + table_positions(self.positions, clips).to(embedded.dtype)
+        return embedded + table_positions(self.positions, clips, self.interpolation).to(embedded.dtype)
 
 
 class Projector(MegatronModule):
-    """Norm of each patch, then an MLP on the 2 x 2 patches of a token: ``[M, 4, d]`` to ``[M, D]``."""
+    """An MLP on the 2 x 2 patches of a token, ``[M, 4, d]`` to ``[M, D]``, normed before (patches) or after."""
 
     def __init__(
-        self, config: TransformerConfig, norm_eps: float, output_size: int, pg_collection: ProcessGroupCollection
+        self, config: TransformerConfig, vit: MoonViTConfig, output_size: int, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config)
         self.tp_group = pg_collection.tp
         width = MERGE**2 * config.hidden_size
-        self.pre_norm = RMSNorm(config, config.hidden_size, norm_eps)
+        eps = vit.moonvit_projector_norm_eps
+        self.pre_norm = self.post_norm = None
+        if vit.moonvit_projector_norm == "pre":
+            self.pre_norm = RMSNorm(config, config.hidden_size, eps)
+        else:
+            self.post_norm = RMSNorm(config, output_size, eps)
         self.linear_fc1 = local_column_linear(width, width, config, self.tp_group)
         self.linear_fc2 = RowParallelLinear(
             width,
@@ -124,8 +130,11 @@ class Projector(MegatronModule):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter_region(self.pre_norm(x).flatten(1), self.config, self.tp_group)
-        return self.linear_fc2(gelu(self.linear_fc1(x)[0]))[0]
+        if self.pre_norm is not None:
+            x = self.pre_norm(x)
+        x = enter_region(x.flatten(1), self.config, self.tp_group)
+        x = self.linear_fc2(gelu(self.linear_fc1(x)[0]))[0]
+        return x if self.post_norm is None else self.post_norm(x)
 
 
 class MoonViT(MegatronModule):
@@ -150,7 +159,7 @@ class MoonViT(MegatronModule):
             MoonViTBlock(config, eps, self.pg_collection) for _ in range(vit.moonvit_num_layers)
         )
         self.final_norm = RMSNorm(config, config.hidden_size, eps)
-        self.projector = Projector(config, eps, text.hidden_size, self.pg_collection)
+        self.projector = Projector(config, vit, text.hidden_size, self.pg_collection)
         self.patches_encoded = 0
 
     def forward(self, patches: Tensor, clips: Sequence[Clip]) -> Tensor:

@@ -43,8 +43,10 @@ class MoonViTFeature:
             value = getattr(config, f"moonvit_{name}")
             if value < 1:
                 raise FeatureError(f"--moonvit-{name.replace('_', '-')} {value} must be at least 1")
-        if not config.moonvit_norm_eps > 0:
-            raise FeatureError(f"--moonvit-norm-eps {config.moonvit_norm_eps} must be greater than 0")
+        for name in ("norm_eps", "projector_norm_eps"):
+            value = getattr(config, f"moonvit_{name}")
+            if not value > 0:
+                raise FeatureError(f"--moonvit-{name.replace('_', '-')} {value} must be greater than 0")
         if config.moonvit_head_dim % 4:
             raise FeatureError(f"--moonvit-head-dim {config.moonvit_head_dim} must be a multiple of 4")
         tp = args.tensor_model_parallel_size

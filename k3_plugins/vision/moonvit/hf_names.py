@@ -19,6 +19,7 @@ _FIXED = {
     "vision_tower.patch_embed.pos_emb.weight": "patch_embedding.positions",
     "vision_tower.encoder.final_layernorm.weight": "final_norm.weight",
     "mm_projector.pre_norm.weight": "projector.pre_norm.weight",
+    "mm_projector.post_norm.weight": "projector.post_norm.weight",
     "mm_projector.proj.0.weight": "projector.linear_fc1.weight",
     "mm_projector.proj.2.weight": "projector.linear_fc2.weight",
 }

@@ -15,13 +15,14 @@ from k3_plugins.vision.moonvit.geometry import Clip
 BASE = 10000.0
 
 
-def table_positions(table: Tensor, clips: Sequence[Clip]) -> Tensor:
-    """The learned table, resampled to the grid of every clip (bicubic, half-pixel centres), and the temporal term.
+def table_positions(table: Tensor, clips: Sequence[Clip], mode: str = "bilinear") -> Tensor:
+    """The learned table, resampled to the grid of every clip (half-pixel centres), and the temporal term.
 
     Frames of a video get sinusoids of the frame number; an image, or a video of one frame, gets none.
 
     Args:
         table: ``[g, g, d]``.
+        mode: ``bilinear`` or ``bicubic``.
 
     Returns:
         ``[N, d]`` in at least fp32.
@@ -35,7 +36,7 @@ def table_positions(table: Tensor, clips: Sequence[Clip]) -> Tensor:
         if size not in grids:
             grid = channels
             if size != tuple(table.shape[:2]):
-                grid = torch.nn.functional.interpolate(channels, size=size, mode="bicubic", align_corners=False)
+                grid = torch.nn.functional.interpolate(channels, size=size, mode=mode, align_corners=False)
             grids[size] = grid[0].permute(1, 2, 0).reshape(clip.h * clip.w, -1)
         positions = grids[size][None]
         if clip.t > 1:

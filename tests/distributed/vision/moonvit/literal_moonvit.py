@@ -6,33 +6,37 @@ Weights go by the model's names. Nothing is shared with the implementation.
 import numpy as np
 
 
-def encode(weights, patches, clips, *, heads, eps, base=10000.0):
+def encode(weights, patches, clips, *, heads, eps, resample, base=10000.0):
     """``[M, 4, d]`` of all clips before the projector."""
     tokens, start = [], 0
     for t, h, w in clips:
         rows = patches[start : start + t * h * w]
         start += t * h * w
-        tokens.append(_clip(weights, rows, t, h, w, heads, eps, base))
+        tokens.append(_clip(weights, rows, t, h, w, heads, eps, resample, base))
     return np.concatenate(tokens)
 
 
 def project(weights, tokens, eps):
     """``[M, 4, d]`` to ``[M, D]``."""
-    x = _norm(tokens, weights["projector.pre_norm.weight"], eps).reshape(len(tokens), -1)
+    x = tokens
+    if "projector.pre_norm.weight" in weights:
+        x = _norm(x, weights["projector.pre_norm.weight"], eps)
+    x = x.reshape(len(tokens), -1)
     x = x @ weights["projector.linear_fc1.weight"].T
     erf = np.vectorize(__import__("math").erf)
     x = 0.5 * x * (1 + erf(x / np.sqrt(2)))
-    return x @ weights["projector.linear_fc2.weight"].T
+    x = x @ weights["projector.linear_fc2.weight"].T
+    return _norm(x, weights["projector.post_norm.weight"], eps) if "projector.post_norm.weight" in weights else x
 
 
-def _clip(weights, rows, t, h, w, heads, eps, base):
+def _clip(weights, rows, t, h, w, heads, eps, resample, base):
     x = rows @ weights["patch_embedding.weight"].T
     table = weights["patch_embedding.positions"]
     d = table.shape[-1]
     for f in range(t):
         for r in range(h):
             for c in range(w):
-                position = _bicubic(table, (r + 0.5) * table.shape[0] / h - 0.5, (c + 0.5) * table.shape[1] / w - 0.5)
+                position = resample(table, (r + 0.5) * table.shape[0] / h - 0.5, (c + 0.5) * table.shape[1] / w - 0.5)
                 if t > 1:
                     angle = f * base ** (-np.arange(0, d, 2) / d)
                     position = position + np.concatenate([np.sin(angle), np.cos(angle)])
@@ -83,7 +87,17 @@ def _norm(x, weight, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def _bicubic(table, y, x):
+def bilinear(table, y, x):
+    """Between the four nearest centres; beyond the outermost centres, their values."""
+    y, x = np.clip(y, 0, table.shape[0] - 1), np.clip(x, 0, table.shape[1] - 1)
+    total = np.zeros(table.shape[-1])
+    for i in range(table.shape[0]):
+        for j in range(table.shape[1]):
+            total += max(0.0, 1 - abs(y - i)) * max(0.0, 1 - abs(x - j)) * table[i, j]
+    return total
+
+
+def bicubic(table, y, x):
     total = np.zeros(table.shape[-1])
     for i in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3):
         for j in range(int(np.floor(x)) - 1, int(np.floor(x)) + 3):

@@ -157,9 +157,13 @@ def one_process(model, patches, clips, weights):
     """Everything that needs no second rank."""
     result = {}
     out = model(patches, clips)
-    arrays = {name: value.numpy() for name, value in weights.items()}
-    tokens = literal_moonvit.encode(arrays, patches.numpy().copy(), CLIPS, heads=2, eps=1e-5)
-    result["literal"] = (out.detach(), torch.from_numpy(literal_moonvit.project(arrays, tokens, 1e-5)))
+    result["literal"] = out.detach(), literal(weights, patches, literal_moonvit.bilinear)
+    other = build(1, moonvit_interpolation="bicubic", moonvit_projector_norm="pre")
+    other_weights = perturbed(other)
+    load(other, other_weights, 0, 1)
+    result["literal, as K2.5"] = (
+        other(patches, clips).detach(), literal(other_weights, patches, literal_moonvit.bicubic)
+    )  # fmt: skip
 
     alone, start = [], 0
     for clip in clips:
@@ -195,6 +199,12 @@ def one_process(model, patches, clips, weights):
     return result
 
 
+def literal(weights, patches, resample):
+    arrays = {name: value.numpy() for name, value in weights.items()}
+    tokens = literal_moonvit.encode(arrays, patches.numpy().copy(), CLIPS, heads=2, eps=1e-5, resample=resample)
+    return torch.from_numpy(literal_moonvit.project(arrays, tokens, 1e-5))
+
+
 def against_transformers(weights):
     """fp32 outputs, ours and those of transformers' Kimi-K2.5, which loads our weights by their published names."""
     import tempfile
@@ -205,7 +215,9 @@ def against_transformers(weights):
 
     from k3_plugins.vision.moonvit.hf_names import from_hf, to_hf
 
-    model = build(1, torch.float32, moonvit_hidden_size=24, moonvit_head_dim=12, moonvit_patch_size=2)
+    model = build(
+        1, torch.float32, moonvit_head_dim=12, moonvit_interpolation="bicubic", moonvit_projector_norm="pre"
+    )
     torch.manual_seed(9)
     ours = {name: value.float() for name, value in perturbed(model).items()}
     load(model, ours, 0, 1)
@@ -280,8 +292,9 @@ def close(one, two, tolerance):
     assert float((one - two).abs().max()) <= tolerance * max(1.0, float(two.abs().max()))
 
 
-def test_equals_the_literal_implementation(measured):
-    close(*measured[0]["literal"], FP64)
+@pytest.mark.parametrize("form", ["literal", "literal, as K2.5"])
+def test_equals_the_literal_implementation(measured, form):
+    close(*measured[0][form], FP64)
 
 
 def test_images_equal_transformers_kimi_k25(measured):

@@ -123,7 +123,7 @@ def test_every_matrix_of_the_vision_encoder(found):
         "0.patch_embedding.weight": "embedding",
         "0.patch_embedding.positions": "embedding",
         **dict.fromkeys((f"{block}norm0.weight", f"{block}norm1.weight", "0.final_norm.weight"), "vector"),
-        "0.projector.pre_norm.weight": "vector",
+        "0.projector.post_norm.weight": "vector",
     }
 
 
