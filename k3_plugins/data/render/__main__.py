@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3_plugins.compat.optional import require
-from k3_plugins.data.render.kinds import KINDS
+from k3_plugins.data.render.kinds import KINDS, MOST
 from k3_plugins.data.render.shards import Settings, split_for_energon, write_shards
 from k3_plugins.feature import FeatureError
 
@@ -40,6 +40,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of drawings, taken in turn (default: all)")
     parser.add_argument("--min-edge", type=int, default=56, help="shortest edge in pixels")
     parser.add_argument("--max-edge", type=int, default=LARGEST, help=f"longest edge in pixels, at most {LARGEST}")
+    parser.add_argument("--max-objects", type=int, default=MOST, help=f"most objects in a drawing, 1 to {MOST}")
     parser.add_argument("--per-shard", type=int, default=500, help="pairs in a shard")
     parser.add_argument("--workers", type=int, default=1, help="processes; the result does not depend on it")
     parser.add_argument(
@@ -66,6 +67,8 @@ def check(args: argparse.Namespace) -> tuple[Settings, tuple[float, ...] | None]
             f"--min-edge {args.min_edge} --max-edge {args.max_edge}: edges must be from 16 to {LARGEST} pixels, the"
             " shortest not above the longest"
         )
+    if not 1 <= args.max_objects <= MOST:
+        raise RenderError(f"--max-objects {args.max_objects} must be from 1 to {MOST}")
     kinds = tuple(args.kinds.split(","))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -80,7 +83,7 @@ def check(args: argparse.Namespace) -> tuple[Settings, tuple[float, ...] | None]
             ratios = ()
         if len(ratios) != 3 or min(ratios) < 0 or not 0 < sum(ratios) < float("inf"):
             raise RenderError(f"--energon-split {args.energon_split}: three shares are needed, such as 0.9,0.1,0")
-    settings = Settings(args.count, args.seed, kinds, args.min_edge, args.max_edge, args.per_shard)
+    settings = Settings(args.count, args.seed, kinds, args.min_edge, args.max_edge, args.per_shard, args.max_objects)
     return settings, ratios
 
 

@@ -1,4 +1,4 @@
-"""The kinds of drawings. Each takes a generator of random numbers and a size, and draws inside it.
+"""The kinds of drawings. Each takes a generator of random numbers, a size and a limit of objects, and draws inside it.
 
 Objects that a caption names do not overlap each other, and each has a colour of its own, so that what a caption says
 can be checked against the pixels.
@@ -21,6 +21,15 @@ WORDS = (
 SKIES = ("#dff1ff", "#fff0dc", "#e9e4f5")
 GROUNDS = ("#c9e4b4", "#eadfb8", "#d5d9de")
 GREY = "#6b7280"
+
+
+MOST = 8
+"""Most objects that a caption names, unless a smaller limit is asked for."""
+
+
+def _count(rng: np.random.Generator, least: int, most: int, limit: int) -> int:
+    """A random number of objects from ``least`` to ``most``, both cut at the limit."""
+    return int(rng.integers(min(least, limit), min(most, limit) + 1))
 
 
 def cells(rng: np.random.Generator, width: float, height: float, count: int) -> list[Box]:
@@ -88,9 +97,9 @@ def _shape(name: str, box: Box, colour: str) -> tuple[str, Box]:
 SHAPES = ("circle", "ellipse", "rectangle", "square", "triangle", "diamond", "star")
 
 
-def shapes(rng: np.random.Generator, width: int, height: int) -> Drawing:
+def shapes(rng: np.random.Generator, width: int, height: int, limit: int = MOST) -> Drawing:
     """Plain shapes, one in a cell of a grid."""
-    count = int(rng.integers(1, 9))
+    count = _count(rng, 1, 8, limit)
     body, items = [], []
     for cell, colour in zip(cells(rng, width, height, count), colours(rng, count), strict=True):
         name = str(rng.choice(SHAPES))
@@ -100,9 +109,9 @@ def shapes(rng: np.random.Generator, width: int, height: int) -> Drawing:
     return Drawing("shape", width, height, tuple(body), tuple(items))
 
 
-def chart(rng: np.random.Generator, width: int, height: int) -> Drawing:
+def chart(rng: np.random.Generator, width: int, height: int, limit: int = MOST) -> Drawing:
     """A bar chart with axes; the caption names every bar's value. Upright or lying bars."""
-    count, upright = int(rng.integers(2, 7)), bool(rng.integers(2))
+    count, upright = _count(rng, 2, 6, limit), bool(rng.integers(2))
     left, top, right, bottom = 0.1 * width, 0.08 * height, 0.95 * width, 0.9 * height
     values = rng.integers(5, 101, count)
     line = max(1.0, min(width, height) / 200)
@@ -137,9 +146,9 @@ def _fitting(text: str, width: float, height: float) -> int:
     return max(4, math.floor(min(width / (right - left), height / (bottom - top)) * 256))
 
 
-def text_layout(rng: np.random.Generator, width: int, height: int) -> Drawing:
+def text_layout(rng: np.random.Generator, width: int, height: int, limit: int = MOST) -> Drawing:
     """Lines of words of several sizes, one below the other, each starting anywhere that has room."""
-    count = int(rng.integers(1, 6))
+    count = _count(rng, 1, 5, limit)
     band = height / count
     body, items = [], []
     for k, colour in enumerate(colours(rng, count)):
@@ -154,9 +163,9 @@ def text_layout(rng: np.random.Generator, width: int, height: int) -> Drawing:
     return Drawing("text layout", width, height, tuple(body), tuple(items))
 
 
-def diagram(rng: np.random.Generator, width: int, height: int) -> Drawing:
+def diagram(rng: np.random.Generator, width: int, height: int, limit: int = MOST) -> Drawing:
     """Labelled boxes with arrows from each to the next."""
-    count = int(rng.integers(2, 6))
+    count = _count(rng, 2, 5, limit)
     names, places = colours(rng, count), cells(rng, width, height, count)
     labels = rng.choice(WORDS, count, replace=False).tolist()
     boxes = [inside(rng, cell, 0.6) for cell in places]
@@ -191,19 +200,19 @@ def _edge(start: tuple[float, float], box: Box) -> tuple[float, float]:
     return x + dx * share, y + dy * share
 
 
-def scene(rng: np.random.Generator, width: int, height: int) -> Drawing:
+def scene(rng: np.random.Generator, width: int, height: int, limit: int = MOST) -> Drawing:
     """Sky, ground, a sun, and houses and trees on the horizon."""
     horizon = height * rng.uniform(0.6, 0.8)
     sky, ground = str(rng.choice(SKIES)), str(rng.choice(GROUNDS))
     body = [element("rect", x=0, y=horizon, width=width, height=height - horizon, fill=ground)]
-    count = int(rng.integers(1, 5))
+    count = _count(rng, 1, 4, limit - 1)
     names = colours(rng, count + 1)
     radius = min(width, horizon * 0.4) * rng.uniform(0.15, 0.4)
     x, y = rng.uniform(radius, width - radius), rng.uniform(radius, horizon * 0.45 - radius)
     y = max(y, radius)
     body.append(element("circle", cx=x, cy=y, r=radius, fill=COLOURS[names[0]]))
     items = [Item(f"{names[0]} sun", (x - radius, y - radius, x + radius, y + radius), COLOURS[names[0]])]
-    slot = width / count
+    slot = width / max(count, 1)
     for k, colour in enumerate(names[1:]):
         w, h = slot * rng.uniform(0.4, 0.85), horizon * rng.uniform(0.2, 0.45)
         left = slot * k + rng.uniform(0, slot - w)
@@ -222,7 +231,7 @@ def scene(rng: np.random.Generator, width: int, height: int) -> Drawing:
     return Drawing("scene", width, height, tuple(body), tuple(items), background=sky)
 
 
-KINDS: dict[str, Callable[[np.random.Generator, int, int], Drawing]] = {
+KINDS: dict[str, Callable[[np.random.Generator, int, int, int], Drawing]] = {
     "shapes": shapes,
     "chart": chart,
     "text": text_layout,
@@ -231,7 +240,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Drawing]] = {
 }
 
 
-def draw(seed: int, index: int, *, kinds: Sequence[str], smallest: int, largest: int) -> Drawing:
+def draw(seed: int, index: int, *, kinds: Sequence[str], smallest: int, largest: int, limit: int = MOST) -> Drawing:
     """Drawing number ``index`` of a seed, whatever is drawn before it.
 
     Edges are drawn log-uniformly, each by itself, so that all sizes and shapes of images occur.
@@ -239,7 +248,8 @@ def draw(seed: int, index: int, *, kinds: Sequence[str], smallest: int, largest:
     Args:
         kinds: names from :data:`KINDS`, taken in turn.
         smallest, largest: limits of both edges, in pixels.
+        limit: most objects that the caption names.
     """
     rng = np.random.default_rng([seed, index])
     width, height = np.exp(rng.uniform(math.log(smallest), math.log(largest + 1), 2)).astype(int).tolist()
-    return KINDS[kinds[index % len(kinds)]](rng, min(width, largest), min(height, largest))
+    return KINDS[kinds[index % len(kinds)]](rng, min(width, largest), min(height, largest), limit)

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from k3_plugins.data.render.kinds import draw
+from k3_plugins.data.render.kinds import MOST, draw
 from k3_plugins.data.render.renderer import render
 
 DATASET_YAML = """\
@@ -41,6 +41,8 @@ class Settings:
     smallest: int
     largest: int
     per_shard: int
+    objects: int = MOST
+    """Most objects that a caption names."""
 
     @property
     def shards(self) -> int:
@@ -54,7 +56,14 @@ class Settings:
 
 def sample(settings: Settings, index: int) -> dict[str, bytes]:
     """The files of one sample, by suffix."""
-    drawing = draw(settings.seed, index, kinds=settings.kinds, smallest=settings.smallest, largest=settings.largest)
+    drawing = draw(
+        settings.seed,
+        index,
+        kinds=settings.kinds,
+        smallest=settings.smallest,
+        largest=settings.largest,
+        limit=settings.objects,
+    )
     return {
         "png": render(drawing),
         "svg": drawing.svg.encode(),

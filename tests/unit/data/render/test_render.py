@@ -81,6 +81,13 @@ def test_drawings_depend_on_seed_and_number_alone():
     assert draw(5, 3, **limits).svg != draw(5, 8, **limits).svg
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [1, 3])
+def test_no_drawing_has_more_objects_than_asked_for(kind, limit):
+    counts = {len(draw(2, k, kinds=(kind,), smallest=56, largest=90, limit=limit).items) for k in range(20)}
+    assert max(counts) == limit and min(counts) >= 1
+
+
 def test_sizes_reach_from_small_to_3584():
     drawings = [draw(0, number, kinds=ALL, smallest=56, largest=3584) for number in range(150)]
     edges = np.array([(drawing.width, drawing.height) for drawing in drawings])
@@ -148,6 +155,7 @@ def test_samples_hold_image_code_caption_and_record(tmp_path):
         (["--kinds", "shapes,photo"], "there is no kind 'photo'; the kinds are shapes, chart"),
         (["--energon-split", "1,2"], "--energon-split 1,2: three shares are needed"),
         (["--seed", "-1"], "--seed -1 must be at least 0"),
+        (["--max-objects", "9"], "--max-objects 9 must be from 1 to 8"),
     ],
 )
 def test_bad_flags_end_with_a_sentence(tmp_path, capsys, flags, sentence):
