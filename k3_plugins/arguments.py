@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from k3_plugins.failure import fail
 from k3_plugins.feature import Feature, FeatureError
+from k3_plugins.features import CommandLine
 
 if TYPE_CHECKING:
     from k3_plugins.models.kimi_k3.config import KimiK3Config
@@ -158,6 +159,18 @@ def model_flags(model: str | None) -> dict[str, int]:
     except ValueError as error:
         raise FeatureError(str(error)) from error
     return {"--num-experts": description.num_experts} if description.num_experts else {}
+
+
+def command_line(argv: Sequence[str], model: str | None, door: str | None = None) -> CommandLine:
+    """What presets of features look at.
+
+    Args:
+        argv: the command line, without the program.
+        model: of ``--k3-model``.
+        door: the program, as after ``python -m``.
+    """
+    given = frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))
+    return CommandLine({**model_flags(model), **integer_flags(argv)}, given, door)
 
 
 def flag_value(argv: Sequence[str], flag: str) -> str | None:

@@ -24,11 +24,10 @@ from k3_plugins import manifest
 from k3_plugins.activation import Activation
 from k3_plugins.arguments import (
     Control,
+    command_line,
     described_model,
     flag_value,
     hint,
-    integer_flags,
-    model_flags,
     parse_control,
 )
 from k3_plugins.compat.megatron import find_megatron, fingerprint_file
@@ -90,7 +89,7 @@ def _activate(argv: Sequence[str], door: str) -> Activation | None:
     control, _ = parse_control(argv)
     if _opened is not None:
         return _again(control, door)
-    selection = feature_list.select(control.plugins, {**model_flags(control.model), **integer_flags(argv)})
+    selection = feature_list.select(control.plugins, command_line(argv, control.model, door))
     if not selection.entries:
         _without_features(control, selection, argv, door)
         _opened = control

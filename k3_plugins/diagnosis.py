@@ -21,7 +21,7 @@ from typing import Any
 
 from k3_plugins import features as feature_list
 from k3_plugins.agreement import layout
-from k3_plugins.arguments import Control, config_from_args, described_model, extend_parser, integer_flags, model_flags
+from k3_plugins.arguments import Control, command_line, config_from_args, described_model, extend_parser
 from k3_plugins.bootstrap import patch_manager
 from k3_plugins.compat.megatron import VERIFIED_VERSION, MegatronFound, find_megatron, fingerprint_file, has_training
 from k3_plugins.compat.optional import PACKAGES, probe
@@ -165,8 +165,7 @@ def _helpers(found: Diagnosis, folder: Path) -> None:
 def _features(found: Diagnosis, control: Control, training_flags: Sequence[str]) -> list[Feature]:
     """Load the selected features (all of them if none is named) and report each."""
     try:
-        flags = {**model_flags(control.model), **integer_flags(training_flags)}
-        selection = feature_list.select(control.plugins, flags)
+        selection = feature_list.select(control.plugins, command_line(training_flags, control.model))
         entries = selection.entries if control.plugins else tuple(feature_list.available())
     except FeatureError as error:
         found.problems.append(str(error))

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from k3_plugins.failure import place_of
 from k3_plugins.feature import Feature, FeatureError, verify
@@ -118,15 +119,41 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
 
 
 @dataclass(frozen=True)
+class CommandLine:
+    """What presets look at."""
+
+    integers: Mapping[str, int] = MappingProxyType({})
+    """Flags with whole numbers, those of ``--k3-model`` among them."""
+    given: frozenset[str] = frozenset()
+    """Every flag that was typed."""
+    door: str | None = None
+    """The program that was started, as after ``python -m``; None if it is not known."""
+
+
+@dataclass(frozen=True)
 class PresetMember:
-    """A feature of a preset, and the parallel layout without which it is left out."""
+    """A feature of a preset, and the conditions without which it is left out."""
 
     feature: str
     flag: str | None = None
     """A Megatron flag such as ``--pipeline-model-parallel-size`` ..."""
     at_least: int = 1
     """... that must be at least this (1 if the flag is not given)."""
+    given: str | None = None
+    """A flag that must be on the command line."""
+    door: str | None = None
+    """The only program that runs it."""
 
+    def missing(self, line: CommandLine) -> str | None:
+        """What is not as it must be, or None."""
+        if self.door not in (None, line.door):
+            return f"python -m {self.door}"
+        if self.flag and line.integers.get(self.flag, 1) < self.at_least:
+            return f"{self.flag} >= {self.at_least}"
+        return self.given if self.given and self.given not in line.given else None
+
+
+VISION_DOOR = "k3_plugins.pretrain_vlm"
 
 PRESETS: dict[str, tuple[PresetMember, ...]] = {
     "k3": (
@@ -136,6 +163,11 @@ PRESETS: dict[str, tuple[PresetMember, ...]] = {
         PresetMember("latent-moe", "--num-experts", 2),
         PresetMember("quantile-balancing", "--num-experts", 2),
         PresetMember("moonep", "--num-experts", 2),
+        PresetMember("per-head-muon"),
+        PresetMember("pipeline-zero2", "--pipeline-model-parallel-size", 2, given="--use-distributed-optimizer"),
+        PresetMember("activation-manager", given="--activation-policy"),
+        PresetMember("mxfp4-qat", "--num-experts", 2, door="k3_plugins.finetune_gpt"),
+        PresetMember("moonvit", door=VISION_DOOR),
     ),
 }
 
@@ -168,12 +200,12 @@ def available() -> list[FeatureEntry]:
     return [*BUILT_IN, *third_party()]
 
 
-def select(names: Sequence[str], integer_flags: Mapping[str, int]) -> Selection:
+def select(names: Sequence[str], line: CommandLine = CommandLine()) -> Selection:
     """Turn the words after ``--k3-plugins`` into entries in feature order.
 
     Args:
         names: feature and preset names, repetitions allowed.
-        integer_flags: the integer flags on the command line, for the presets' layout conditions.
+        line: for the presets' conditions.
 
     Raises:
         FeatureError: for an unknown name (with the nearest known ones) or a name with two owners.
@@ -185,10 +217,11 @@ def select(names: Sequence[str], integer_flags: Mapping[str, int]) -> Selection:
     for name in names:
         if name in PRESETS:
             for member in PRESETS[name]:
-                if member.flag and integer_flags.get(member.flag, 1) < member.at_least:
-                    left_out.append(f"{member.feature} (preset {name}: needs {member.flag} >= {member.at_least})")
-                else:
+                missing = member.missing(line)
+                if missing is None:
                     wanted.append(member.feature)
+                else:
+                    left_out.append(f"{member.feature} (preset {name}: needs {missing})")
         elif name in known:
             wanted.append(name)
         else:

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         fail("Megatron-Core is not on the import path")
     try:
         if options.feature:
-            (entry,) = features.select([options.feature], {}).entries
+            (entry,) = features.select([options.feature]).entries
             patches = list(features.load(entry).patches())
         else:
             patches = built_in_patches()

@@ -114,7 +114,8 @@ def test_megatron_checks_the_flags_as_in_a_job_of_so_many_ranks(tmp_path):
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     words = ["--k3-plugins", "toy", "--ranks", "64", *TINY_GPT, *layout, "--global-batch-size", "32"]
     code, report, _ = doctor(tmp_path, *words)
-    assert code == 0 and report["layout"]["data_parallel_size"] == 16 and report["layout"]["num_microbatches"] == 2
+    assert not report["problems"], report["problems"]  # the code is 1 on a machine without libibverbs
+    assert report["layout"]["data_parallel_size"] == 16 and report["layout"]["num_microbatches"] == 2
     code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "6", *TINY_GPT, *layout)
     assert code == 2 and any("Megatron does not accept these arguments" in line for line in report["problems"])
     code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "4", *TINY_GPT, *layout, "--num-layers", "3")

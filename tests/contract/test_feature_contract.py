@@ -182,6 +182,17 @@ def test_a_preset_leaves_out_what_does_not_fit_the_layout(listed, activate, monk
     assert "leaves no feature" in exits(capsys, activate, "--k3-plugins", "all")
 
 
+def test_a_preset_looks_at_flags_and_at_the_door(listed, activate, monkeypatch):
+    listed(a={}, b={}, c={})
+    members = (PresetMember("a"), PresetMember("b", given="--policy"), PresetMember("c", door="pictures"))
+    monkeypatch.setattr(features, "PRESETS", {"all": members})
+    alone = activate("--k3-plugins", "all")
+    assert alone.names == ("a",)
+    assert alone.left_out == ("b (preset all: needs --policy)", "c (preset all: needs python -m pictures)")
+    monkeypatch.setattr(bootstrap, "_opened", None)
+    assert activate("--k3-plugins", "all", "--policy=x", door="pictures").names == ("a", "b", "c")
+
+
 def test_the_second_door_gets_the_same_activation(listed, activate, capsys):
     listed(a={}, b={})
     first = activate("--k3-plugins", "a", "--lr", "1")
