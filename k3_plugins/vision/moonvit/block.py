@@ -12,21 +12,16 @@ Letters: N patches of all clips, d width, n heads of this tensor-parallel rank, 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
-import torch
-from einops import rearrange
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu
 
 from k3_plugins.transformer.norm import RMSNorm
 from k3_plugins.transformer.tensor_parallel import enter_region, local_column_linear
-from k3_plugins.vision.moonvit.geometry import Clip
+from k3_plugins.vision.moonvit.packed import Packed
 from k3_plugins.vision.moonvit.positions import rotate
 
 
@@ -67,16 +62,14 @@ class MoonViTBlock(MegatronModule):
             tp_group=self.tp_group,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, clips: Sequence[Clip]) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
         """``[N, d]`` to ``[N, d]``; ``cos`` and ``sin`` are ``[N, k/2]``."""
         q, k, v = self._project(x)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self._attend(q, k, v, clips, across_time=False)
-        videos = [clip for clip in clips if clip.t > 1]
-        if videos:
-            rows = video_rows(clips, x.device)
-            q, k, v = self._project(x[rows])
-            x = x.index_add(0, rows, self._attend(q, k, v, videos, across_time=True))
+        x = x + self.linear_proj(packed.attend_space(q, k, v))[0]
+        if packed.video_rows is not None:
+            rows = packed.video_rows.to(x.device)
+            x = x.index_add(0, rows, self.linear_proj(packed.attend_time(*self._project(x[rows])))[0])
         hidden, _ = self.linear_fc1(enter_region(self.norm1(x), self.config, self.tp_group))
         return x + self.linear_fc2(gelu(hidden, approximate="tanh"))[0]
 
@@ -84,31 +77,3 @@ class MoonViTBlock(MegatronModule):
         normed = enter_region(self.norm0(x), self.config, self.tp_group)
         shape = (-1, self.local_heads, self.head_dim)
         return [linear(normed)[0].reshape(shape) for linear in (self.linear_q, self.linear_k, self.linear_v)]
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, clips: Sequence[Clip], across_time: bool) -> Tensor:
-        """Attention clip by clip, ``[N, n, k]`` to ``[N, d]``."""
-        # [t*h*w, n, k]: frames are the batch of spatial attention, places that of temporal attention.
-        apart, together = (
-            ("(t s) n k -> s n t k", "s n t k -> (t s) (n k)")
-            if across_time
-            else ("(t s) n k -> t n s k", "t n s k -> (t s) (n k)")
-        )
-        parts, start = [], 0
-        for clip in clips:
-            rows = slice(start, start + clip.patches)
-            start += clip.patches
-            qkv = [rearrange(part[rows], apart, t=clip.t) for part in (q, k, v)]
-            parts.append(rearrange(scaled_dot_product_attention(*qkv), together, t=clip.t))
-        return self.linear_proj(torch.cat(parts))[0]
-
-
-def video_rows(clips: Sequence[Clip], device: torch.device) -> Tensor:
-    """Indices of the patches that belong to clips of several frames."""
-    starts = [0, *itertools.accumulate(clip.patches for clip in clips)]
-    return torch.cat(
-        [
-            torch.arange(start, start + clip.patches, device=device)
-            for start, clip in zip(starts[:-1], clips, strict=True)
-            if clip.t > 1
-        ]
-    )

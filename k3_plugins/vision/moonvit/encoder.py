@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -29,7 +28,8 @@ from k3_plugins.transformer.norm import RMSNorm, parameter_device
 from k3_plugins.transformer.tensor_parallel import enter_region, local_column_linear
 from k3_plugins.vision.moonvit.block import MoonViTBlock
 from k3_plugins.vision.moonvit.config import MoonViTConfig
-from k3_plugins.vision.moonvit.geometry import MERGE, Clip, check_batch
+from k3_plugins.vision.moonvit.geometry import MERGE, Clip, Piece, check_batch
+from k3_plugins.vision.moonvit.packed import Packed
 from k3_plugins.vision.moonvit.positions import rotation_angles, table_positions
 
 
@@ -96,9 +96,9 @@ class PatchEmbedding(MegatronModule):
             self.config.init_method(master)
             parameter.copy_(master)
 
-    def forward(self, patches: Tensor, clips: Sequence[Clip]) -> Tensor:
+    def forward(self, patches: Tensor, pieces: Sequence[Piece]) -> Tensor:
         embedded = nn.functional.linear(patches.to(self.weight.dtype), self.weight)
-        return embedded + table_positions(self.positions, clips, self.interpolation).to(embedded.dtype)
+        return embedded + table_positions(self.positions, pieces, self.interpolation).to(embedded.dtype)
 
 
 class Projector(MegatronModule):
@@ -178,20 +178,24 @@ class MoonViT(MegatronModule):
         check_batch(patches, clips, self.vit)
         if not clips:
             return patches.new_zeros(0, self.projector.linear_fc2.output_size, dtype=self.config.params_dtype)
-        return self.projector(merge(self.encode(patches, clips), clips))
+        return self.encode_packed(patches, Packed(clips))
 
-    def encode(self, patches: Tensor, clips: Sequence[Clip]) -> Tensor:
+    def encode_packed(self, patches: Tensor, packed: Packed) -> Tensor:
+        """Encode the rows that ``packed`` describes: ``[N, 3*P*P]`` to ``[M, D]``."""
+        return self.projector(packed.merge(self.encode(patches, packed)))
+
+    def encode(self, patches: Tensor, packed: Packed) -> Tensor:
         """``[N, 3*P*P]`` to ``[N, d]``, the final norm included."""
         self.patches_encoded += len(patches)
-        x = self.patch_embedding(patches, clips)
-        angles = rotation_angles(clips, self.config.kv_channels, x.device)
+        x = self.patch_embedding(patches, packed.pieces)
+        angles = rotation_angles(packed.pieces, self.config.kv_channels, x.device)
         compute = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angles.cos().to(compute), angles.sin().to(compute)
         for block in self.blocks:
             if self.vit.moonvit_recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, clips, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, packed, use_reentrant=False)
             else:
-                x = block(x, cos, sin, clips)
+                x = block(x, cos, sin, packed)
         return self.final_norm(x)
 
     def sharded_state_dict(
@@ -212,16 +216,3 @@ class MoonViT(MegatronModule):
             yield f"blocks.{number}", block
         yield "final_norm", self.final_norm
         yield "projector", self.projector
-
-
-def merge(x: Tensor, clips: Sequence[Clip]) -> Tensor:
-    """Mean over the frames of each clip (in at least fp32), then 2 x 2 pixel shuffle: ``[N, d]`` to ``[M, 4, d]``."""
-    parts, start = [], 0
-    for clip in clips:
-        frames = rearrange(
-            x[start : start + clip.patches], "(t h y w x) d -> t (h w) (y x) d",
-            t=clip.t, h=clip.h // MERGE, y=MERGE, x=MERGE,
-        )  # fmt: skip
-        start += clip.patches
-        parts.append(frames.mean(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype))
-    return torch.cat(parts)

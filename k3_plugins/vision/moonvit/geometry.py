@@ -42,6 +42,60 @@ class Clip(NamedTuple):
         return self.h // MERGE * (self.w // MERGE)
 
 
+class Run(NamedTuple):
+    """Patches of neighbouring frames at the same places: places ``first`` to ``last - 1`` of frames ``begin`` to
+    ``end - 1``. A place is the number of a patch within its frame."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+    @property
+    def patches(self) -> int:
+        """Number of patches."""
+        return (self.end - self.begin) * (self.last - self.first)
+
+
+class Piece(NamedTuple):
+    """Patches ``start`` to ``stop - 1`` of a clip: what one rank holds of it."""
+
+    clip: Clip
+    start: int
+    stop: int
+
+    @property
+    def patches(self) -> int:
+        """Number of patches."""
+        return self.stop - self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the clip."""
+        return self.patches == self.clip.patches
+
+    def runs(self) -> list[Run]:
+        """The piece in order: the rest of a frame, whole frames, the beginning of a frame, as far as there are any."""
+        size = self.clip.h * self.clip.w
+        (begin, first), (end, last) = divmod(self.start, size), divmod(self.stop, size)
+        if begin == end:
+            return [Run(begin, begin + 1, first, last)] if first < last else []
+        runs = []
+        if first:
+            runs.append(Run(begin, begin + 1, first, size))
+            begin += 1
+        if begin < end:
+            runs.append(Run(begin, end, 0, size))
+        if last:
+            runs.append(Run(end, end + 1, 0, last))
+        return runs
+
+
+def whole(clip: Clip) -> Piece:
+    """All of a clip."""
+    return Piece(clip, 0, clip.patches)
+
+
 def check_clip(clip: Clip, config: MoonViTConfig, key: str) -> None:
     """Refuse grids that the encoder cannot take.
 

@@ -1,6 +1,6 @@
 """Positions of patches: the interpolated table, the temporal sinusoids, the rotation angles.
 
-Letters: t frames, h x w patches of a frame, N patches of all clips, d width, k head width.
+Letters: t frames, h x w patches of a frame, N patches of all pieces of clips, d width, k head width.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from k3_plugins.vision.moonvit.geometry import Clip
+from k3_plugins.vision.moonvit.geometry import Piece
 
 BASE = 10000.0
 
 
-def table_positions(table: Tensor, clips: Sequence[Clip], mode: str = "bilinear") -> Tensor:
+def table_positions(table: Tensor, pieces: Sequence[Piece], mode: str = "bilinear") -> Tensor:
     """The learned table, resampled to the grid of every clip (half-pixel centres), and the temporal term.
 
     Frames of a video get sinusoids of the frame number; an image, or a video of one frame, gets none.
@@ -30,18 +30,21 @@ def table_positions(table: Tensor, clips: Sequence[Clip], mode: str = "bilinear"
     table = table.to(torch.promote_types(table.dtype, torch.float32))
     channels = table.permute(2, 0, 1)[None]
     grids: dict[tuple[int, int], Tensor] = {}
-    parts = []
-    for clip in clips:
+    parts = [table.new_empty(0, table.shape[-1])]
+    for piece in pieces:
+        clip = piece.clip
         size = (clip.h, clip.w)
         if size not in grids:
             grid = channels
             if size != tuple(table.shape[:2]):
                 grid = torch.nn.functional.interpolate(channels, size=size, mode=mode, align_corners=False)
             grids[size] = grid[0].permute(1, 2, 0).reshape(clip.h * clip.w, -1)
-        positions = grids[size][None]
-        if clip.t > 1:
-            positions = positions + frame_positions(clip.t, table.shape[-1], table.dtype, table.device)[:, None]
-        parts.append(positions.reshape(clip.patches, -1))
+        times = frame_positions(clip.t, table.shape[-1], table.dtype, table.device)[:, None]
+        for run in piece.runs():
+            positions = grids[size][None, run.first : run.last]
+            if clip.t > 1:
+                positions = positions + times[run.begin : run.end]
+            parts.append(positions.reshape(run.patches, -1))
     return torch.cat(parts)
 
 
@@ -52,20 +55,21 @@ def frame_positions(t: int, d: int, dtype: torch.dtype, device: torch.device) ->
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(dtype)
 
 
-def rotation_angles(clips: Sequence[Clip], k: int, device: torch.device) -> Tensor:
+def rotation_angles(pieces: Sequence[Piece], k: int, device: torch.device) -> Tensor:
     """Angles by which the pairs of a head turn: pair 2j with the column, pair 2j+1 with the row, at frequency j of k/4.
 
     Returns:
         ``[N, k/2]`` fp64.
     """
     frequencies = BASE ** -(torch.arange(0, k // 2, 2, dtype=torch.float64, device=device) / (k // 2))
-    parts = []
-    for clip in clips:
+    parts = [torch.empty(0, k // 2, dtype=torch.float64, device=device)]
+    for piece in pieces:
+        clip = piece.clip
         row = torch.arange(clip.h, dtype=torch.float64, device=device)[:, None, None] * frequencies
         column = torch.arange(clip.w, dtype=torch.float64, device=device)[None, :, None] * frequencies
         shape = (clip.h, clip.w, k // 4)
         angles = torch.stack([column.expand(shape), row.expand(shape)], dim=-1).reshape(clip.h * clip.w, k // 2)
-        parts.append(angles.repeat(clip.t, 1))
+        parts += [angles[run.first : run.last].repeat(run.end - run.begin, 1) for run in piece.runs()]
     return torch.cat(parts)
 
 

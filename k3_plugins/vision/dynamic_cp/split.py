@@ -1,0 +1,245 @@
+"""Attention, pooling and pixel shuffle over clips that are split over ranks: the same values as over whole clips.
+
+Every rank of the group takes part in every exchange, with or without rows of its own, in the same order forward and
+backward. An exchange is kept in the graph of a rank that uses nothing of it: its peers wait for it when they go back.
+
+Letters: L patches of this rank, R received ones, m tokens of this rank, s patches of a frame, d width, n heads, k head
+width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+from einops import rearrange
+from megatron.core.tensor_parallel import all_to_all
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from k3_plugins.vision.dynamic_cp.layout import Layout, Message, Rows, columns, token_slots
+from k3_plugins.vision.moonvit.geometry import MERGE, Piece, Run
+from k3_plugins.vision.moonvit.packed import Packed, attend_whole, merge_whole, rows_of_videos
+
+
+def exchange(x: Tensor, message: Message, group: ProcessGroup) -> Tensor:
+    """Send rows of ``x`` to the other ranks; those received, in the order of ranks. The gradient goes back."""
+    rows = x.index_select(0, torch.from_numpy(message.send).to(x.device))
+    return all_to_all(group, rows, list(message.receive_counts), list(message.send_counts))
+
+
+class Split(Packed):
+    """This rank's part of a batch; see ``Packed`` for the methods.
+
+    Args:
+        layout: where the batch lies, the same on all ranks.
+        group: the ranks; its size is the layout's.
+    """
+
+    def __init__(self, layout: Layout, group: ProcessGroup) -> None:
+        self.layout, self.group, self.rank = layout, group, group.rank()
+        self.numbered = layout.pieces(self.rank)
+        self.pieces = list(self.numbered.values())
+
+    @cached_property
+    def video_rows(self) -> Tensor | None:
+        """As in ``Packed``; where a video is split the step has an exchange, which no rank leaves out."""
+        here = any(piece.clip.t > 1 for piece in self.pieces)
+        return rows_of_videos(self.pieces) if here or self.layout.splits_video else None
+
+    @cached_property
+    def _videos(self) -> Layout:
+        """The layout of the clips of several frames alone."""
+        layout = self.layout
+        numbers = [number for number, clip in enumerate(layout.clips) if clip.t > 1]
+        return Layout([layout.clips[k] for k in numbers], [layout.owners[k] for k in numbers], layout.group_size)
+
+    @cached_property
+    def _space(self) -> tuple[Message, dict[int, Rows]]:
+        ranks = range(self.layout.group_size)
+        return self.layout.message(self.rank, {rank: self.layout.space_needs(rank) for rank in ranks})
+
+    @cached_property
+    def _time(self) -> tuple[Message, dict[int, Rows]]:
+        ranks = range(self.layout.group_size)
+        return self._videos.message(self.rank, {rank: self._videos.time_needs(rank) for rank in ranks})
+
+    def attend_space(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention within each frame, ``[L, n, k]`` to ``[L, n*k]``."""
+        if not self.layout.split:
+            return self._attend(q, k, v, self.layout, None, across_time=False)
+        message, table = self._space
+        return self._attend(q, k, v, self.layout, self._pool(k, v, message), table, across_time=False)
+
+    def attend_time(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention across the frames of each place; the rows are those of ``video_rows``."""
+        if not self.layout.splits_video:
+            return self._attend(q, k, v, self._videos, None, across_time=True)
+        message, table = self._time
+        return self._attend(q, k, v, self._videos, self._pool(k, v, message), table, across_time=True)
+
+    def _pool(self, k: Tensor, v: Tensor, message: Message) -> Tensor:
+        """Own keys and values and those of others, ``[L + R, n, 2*k]``."""
+        own = torch.cat([k, v], dim=-1)
+        return torch.cat([own, exchange(own, message, self.group)])
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        pool: Tensor | None,
+        table: dict[int, Rows] | None = None,
+        *,
+        across_time: bool,
+    ) -> Tensor:
+        """Whole clips among their own rows, pieces among the rows of ``pool``."""
+        pieces = layout.pieces(self.rank)
+        parts = [(q if pool is None else pool[:0, :, : q.shape[-1]]).flatten(1)[:0]]  # see the module docstring
+        jobs = {n: _jobs(piece, table[n], across_time) for n, piece in pieces.items() if n in layout.split}
+        keys = iter(_gathered(pool, [rows for group in jobs.values() for _, rows in group]))
+        start = 0
+        for number, piece in pieces.items():
+            rows = slice(start, start + piece.patches)
+            start += piece.patches
+            if number not in jobs:
+                parts.append(attend_whole(q[rows], k[rows], v[rows], [piece.clip], across_time=across_time))
+                continue
+            order = []
+            attended = []
+            for queries, _ in jobs[number]:
+                kv = next(keys)
+                grouped = rearrange(q[rows][torch.from_numpy(queries).to(q.device)], "b q n k -> b n q k")
+                out = scaled_dot_product_attention(grouped, *rearrange(kv, "b q n k -> b n q k").chunk(2, dim=-1))
+                attended.append(rearrange(out, "b n q k -> (b q) (n k)"))
+                order.append(queries.reshape(-1))
+            if order:
+                back = torch.from_numpy(np.argsort(np.concatenate(order))).to(q.device)
+                parts.append(torch.cat(attended)[back])
+        return torch.cat(parts)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """Mean over the frames of each clip (in at least fp32), then 2 x 2 pixel shuffle: ``[L, d]`` to ``[m, 4, d]``.
+
+        A rank adds up its frames; the holder of a token adds the sums of the ranks, in their order.
+        """
+        starts = np.cumsum([0, *(piece.patches for piece in self.pieces)])
+        parts = {n: x[starts[k] : starts[k + 1]] for k, n in enumerate(self.numbered)}
+        merged = {n: merge_whole(part, self.layout.clips[n]) for n, part in parts.items() if n not in self.layout.split}
+        if self.layout.split:
+            merged |= self._merge_split({n: part for n, part in parts.items() if n not in merged}, x)
+        return torch.cat([x[:0, None].expand(0, MERGE**2, -1), *(merged[n] for n in sorted(merged))])
+
+    def _merge_split(self, parts: dict[int, Tensor], x: Tensor) -> dict[int, Tensor]:
+        layout, compute = self.layout, torch.promote_types(x.dtype, torch.float32)
+        sums = [_sum_over_frames(part.to(compute), self.numbered[n]) for n, part in parts.items()]
+        message, targets, counts = _merge_message(layout, self.rank)
+        received = exchange(torch.cat([x[:0].to(compute), *sums]), message, self.group)
+        total = received.new_zeros(MERGE**2 * sum(counts.values()), x.shape[-1])
+        for rows, target in zip(received.split(list(message.receive_counts)), targets, strict=True):
+            total = total.index_add(0, torch.from_numpy(target).to(x.device), rows)
+        tokens = total.unflatten(0, (-1, MERGE**2)).split(list(counts.values()))
+        return {n: (part / layout.clips[n].t).to(x.dtype) for n, part in zip(counts, tokens, strict=True)}
+
+    def deliver(self, tokens: Tensor, wanted: Sequence[Rows]) -> Tensor:
+        """Bring tokens to the ranks that want them: ``[m, D]`` to ``[len(wanted[rank]), D]`` in the order wanted.
+
+        Args:
+            tokens: this rank's, projected.
+            wanted: by rank: numbers of tokens among all of the batch.
+        """
+        layout = self.layout
+        holder = np.zeros(layout.first_token[-1], dtype=np.int64)
+        place = np.zeros_like(holder)
+        for rank in range(layout.group_size):
+            held = [layout.first_token[n] + layout.tokens(n, rank) for n in range(len(layout.clips))]
+            held = np.concatenate([np.arange(0), *held])
+            holder[held], place[held] = rank, np.arange(len(held))
+        send = [place[rows[holder[rows] == self.rank]] for rows in wanted]
+        sources = holder[wanted[self.rank]]
+        counts = tuple(int((sources == rank).sum()) for rank in range(layout.group_size))
+        message = Message(np.concatenate(send), tuple(map(len, send)), counts)
+        received = exchange(tokens, message, self.group)
+        back = np.argsort(np.argsort(sources, kind="stable"), kind="stable")
+        return received[torch.from_numpy(back).to(tokens.device)]
+
+
+def _jobs(piece: Piece, table: Rows, across_time: bool) -> list[tuple[Rows, Rows]]:
+    """Attention problems of one shape each: rows of the queries in the piece, rows of the keys in the pool.
+
+    Both are ``[b, q]``: b frames of some of their places, or b places of some of their frames.
+    """
+    size = piece.clip.h * piece.clip.w
+    jobs = []
+    for run in columns(piece) if across_time else piece.runs():
+        frames, places = np.arange(run.begin, run.end), np.arange(run.first, run.last)
+        queries = frames[:, None] * size + places - piece.start
+        if across_time:
+            keys = np.arange(piece.clip.t)[:, None] * size + places
+            jobs.append((queries.T, table[keys.T]))
+        else:
+            keys = frames[:, None] * size + np.arange(size)
+            jobs.append((queries, table[keys]))
+    return jobs
+
+
+def _gathered(pool: Tensor | None, tables: Sequence[Rows]) -> list[Tensor]:
+    """The keys and values of every job, taken in one step, so that their gradients are added in one."""
+    if pool is None or not tables:
+        return []
+    rows = np.concatenate([table.reshape(-1) for table in tables])
+    taken = pool[torch.from_numpy(rows).to(pool.device)].split([table.size for table in tables])
+    return [part.unflatten(0, table.shape) for part, table in zip(taken, tables, strict=True)]
+
+
+def _slots(piece: Piece) -> tuple[Rows, Rows]:
+    """The places that a piece touches, and their slots, in the order of the slots."""
+    runs = piece.runs()
+    places = np.unique(np.concatenate([np.arange(0), *(np.arange(run.first, run.last) for run in runs)]))
+    slots = token_slots(piece.clip)[places]
+    order = np.argsort(slots)
+    return places[order], slots[order]
+
+
+def _sum_over_frames(x: Tensor, piece: Piece) -> Tensor:
+    """The sum over the piece's frames at each place that it touches, in the order of the slots."""
+    places, _ = _slots(piece)
+    runs = piece.runs()
+    low, high = min(run.first for run in runs), max(run.last for run in runs)
+
+    def padded(run: Run, part: Tensor) -> Tensor:
+        total = part.unflatten(0, (run.end - run.begin, -1)).sum(0)
+        return pad(total, (0, 0, run.first - low, high - run.last))
+
+    parts = x.split([run.patches for run in runs])
+    total = sum(padded(run, part) for run, part in zip(runs, parts, strict=True))
+    return total[torch.from_numpy(places - low).to(x.device)]
+
+
+def _merge_message(layout: Layout, rank: int) -> tuple[Message, list[Rows], dict[int, int]]:
+    """The exchange of sums, the slots in which the rows of each rank are added, and this rank's tokens by clip."""
+    counts = {n: len(layout.tokens(n, rank)) for n in layout.split if rank in layout.owners[n].ranks}
+    base = dict(zip(counts, np.cumsum([0, *counts.values()]), strict=False))
+    send, targets = [], []
+    for other in range(layout.group_size):
+        rows, target, held = [np.arange(0)], [np.arange(0)], 0
+        for n in layout.split:
+            mine, theirs = layout.piece(n, rank), layout.piece(n, other)
+            if mine is None:
+                continue
+            slots = _slots(mine)[1]
+            if theirs is not None:
+                rows.append(held + np.flatnonzero(np.isin(slots // MERGE**2, layout.tokens(n, other))))
+                first, tokens = base[n], layout.tokens(n, rank)
+                sent = _slots(theirs)[1]
+                sent = sent[np.isin(sent // MERGE**2, tokens)]
+                target.append(sent + (first - min(tokens, default=0)) * MERGE**2)
+            held += len(slots)
+        send.append(np.concatenate(rows))
+        targets.append(np.concatenate(target))
+    message = Message(np.concatenate(send), tuple(map(len, send)), tuple(map(len, targets)))
+    return message, targets, counts
