@@ -3,10 +3,9 @@
     tokens = encode(encoder, patches, clips, group, wanted)
 
 All ranks of the group call it with the same clips. The group may be that of context parallelism, where each rank wants
-the tokens of its slice of the sequence, or any other, such as the ranks
-of a pipeline, the first of which wants them all.
-The gradient of what a rank wanted goes back to the ranks that encoded it; the gradient of a parameter on a rank is that
-of the rank's own work, so that the sum over the group is the whole.
+the tokens of its slice of the sequence, or any other, such as the ranks of a pipeline, the first of which wants them
+all. The gradient of what a rank wanted goes back to the ranks that encoded it; the gradient of a parameter on a rank is
+that of the rank's own work, so that the sum over the group is the whole.
 
 Letters: N patches and M tokens of all clips, D width of the language model.
 """
@@ -14,7 +13,6 @@ Letters: N patches and M tokens of all clips, D width of the language model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,28 +25,6 @@ from k3_plugins.vision.dynamic_cp.layout import Layout, Rows
 from k3_plugins.vision.dynamic_cp.split import Split
 from k3_plugins.vision.moonvit.encoder import MoonViT
 from k3_plugins.vision.moonvit.geometry import Clip, check_batch
-
-
-@dataclass
-class Loads:
-    """Sums over batches of what the ranks of a group computed, in the units of ``cost``."""
-
-    batches: int = 0
-    largest: float = 0.0
-    """Of a batch: the load of its busiest rank."""
-    mean: float = 0.0
-    unsplit: float = 0.0
-    """The largest load had no clip been split."""
-    split: int = 0
-    """Clips that were split."""
-
-    def add(self, assignment: Assignment) -> None:
-        """Count one batch."""
-        self.batches += 1
-        self.largest += assignment.makespan
-        self.mean += assignment.mean
-        self.unsplit += assignment.unsplit_makespan
-        self.split += sum(owner.size > 1 for owner in assignment.owners)
 
 
 def assign(encoder: MoonViT, clips: Sequence[Clip], group_size: int, imbalance: float = 1.05) -> Assignment:

@@ -1,7 +1,8 @@
 """Attention, pooling and pixel shuffle over clips that are split over ranks: the same values as over whole clips.
 
 Every rank of the group takes part in every exchange, with or without rows of its own, in the same order forward and
-backward. An exchange is kept in the graph of a rank that uses nothing of it: its peers wait for it when they go back.
+backward. An exchange is kept in the graph of a rank that uses nothing of it: its peers wait for it when they go back;
+and every parameter gets a gradient on every rank, which Megatron's reduction of gradients counts on.
 
 Letters: L patches of this rank, R received ones, m tokens of this rank, s patches of a frame, d width, n heads, k head
 width.
@@ -99,7 +100,9 @@ class Split(Packed):
     ) -> Tensor:
         """Whole clips among their own rows, pieces among the rows of ``pool``."""
         pieces = layout.pieces(self.rank)
-        parts = [(q if pool is None else pool[:0, :, : q.shape[-1]]).flatten(1)[:0]]  # see the module docstring
+        # No rows, but a place in the graph for the exchange and the weights: see the module docstring.
+        empty = q[:0] * k[:0] * v[:0]
+        parts = [(empty if pool is None else empty + pool[:0].chunk(2, dim=-1)[0]).flatten(1)]
         jobs = {n: _jobs(piece, table[n], across_time) for n, piece in pieces.items() if n in layout.split}
         keys = iter(_gathered(pool, [rows for group in jobs.values() for _, rows in group]))
         start = 0

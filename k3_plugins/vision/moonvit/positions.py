@@ -30,7 +30,7 @@ def table_positions(table: Tensor, pieces: Sequence[Piece], mode: str = "bilinea
     table = table.to(torch.promote_types(table.dtype, torch.float32))
     channels = table.permute(2, 0, 1)[None]
     grids: dict[tuple[int, int], Tensor] = {}
-    parts = [table.new_empty(0, table.shape[-1])]
+    parts = [table.flatten(0, 1)[:0]]  # without patches the table still has a gradient
     for piece in pieces:
         clip = piece.clip
         size = (clip.h, clip.w)
