@@ -3,6 +3,7 @@
     --vision-data DIR          webdataset shards with KEY.png and a text each (k3_plugins.data.render makes some)
     --vision-valid-data DIR    the same for validation
     --vision-text SUFFIX       the text: txt (captions) or svg (the drawing's code) [txt]
+    --vision-text-alone        take texts without an image too; otherwise they are refused as damaged pairs
 
 and every flag of ``k3_plugins.pretrain_gpt`` but those of its data. Needs ``--k3-plugins ...,moonvit``. Image tokens
 are masked from the next-token loss; texts are bytes (``--tokenizer-type NullTokenizer --vocab-size 258``).
@@ -40,6 +41,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--vision-data", metavar="DIR")
     parser.add_argument("--vision-valid-data", metavar="DIR")
     parser.add_argument("--vision-text", default="txt", metavar="SUFFIX")
+    parser.add_argument("--vision-text-alone", action="store_true")
     if {"-h", "--help"} & set(argv):
         print(__doc__)
     return parser.parse_known_args(argv)
@@ -64,7 +66,7 @@ def train(own: Namespace, activation: object) -> None:
     model.pre_wrap_hooks.append(attach_encoder(vit))
     pretrain(
         pretrain_cfg_container_from_args(args, model),
-        dataset_provider(own.vision_data, own.vision_valid_data, own.vision_text, vit),
+        dataset_provider(own.vision_data, own.vision_valid_data, own.vision_text, vit, own.vision_text_alone),
         ModelType.encoder_or_decoder,
         forward_step,
         get_embedding_ranks=embedding_ranks,
@@ -101,6 +103,11 @@ def check(own: Namespace, args: Namespace, activation: object) -> None:
         (
             (args.vocab_size or 0) < SIZE,
             f"--vocab-size {args.vocab_size} must be at least {SIZE}: 256 bytes, the end and the image token",
+        ),
+        (
+            own.vision_text_alone and args.overlap_grad_reduce,
+            "--overlap-grad-reduce waits for the encoder's gradients in every step's last micro-batch, and with"
+            " --vision-text-alone it may have no image; drop one of the two",
         ),
         (args.full_validation, "--full-validation is not supported here; give --eval-iters"),
         (args.dataloader_type == "external", "--dataloader-type external is not supported here; drop it"),

@@ -95,7 +95,8 @@ def _gradients_as_parameters(chunk) -> Iterator[None]:
     stand_ins = {}
     for parameters, name, parameter in places:
         if parameter not in stand_ins:
-            stand_ins[parameter] = torch.nn.Parameter(parameter.main_grad.detach().clone(), requires_grad=False)
+            gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)  # frozen
+            stand_ins[parameter] = torch.nn.Parameter(gradient.detach().clone(), requires_grad=False)
             stand_ins[parameter].__dict__.update(parameter.__dict__)
         parameters[name] = stand_ins[parameter]
     try:

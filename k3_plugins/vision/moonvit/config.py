@@ -49,5 +49,8 @@ class MoonViTConfig:
     moonvit_max_frames: int = field(default=64, metadata={"changes_parameters": False})
     """Most frames of a video clip. A longer video is cut into clips by whoever prepares it."""
 
+    moonvit_frozen: bool = field(default=False, metadata={"changes_parameters": False})
+    """Do not train the encoder and its projector: they keep the weights of the checkpoint and have no backward."""
+
     moonvit_recompute: bool = field(default=False, metadata={"changes_parameters": False})
     """Keep only the input of each encoder block for the backward pass, and run its forward a second time there."""

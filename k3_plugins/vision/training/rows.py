@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.geometry import patchify
-from k3_plugins.vision.training.pairs import Pair, read
+from k3_plugins.vision.training.pairs import Pair, read_image, read_text
 from k3_plugins.vision.training.tokens import END, IMAGE
 
 
@@ -32,23 +32,31 @@ class PairRows(Dataset):
         seq_length: s.
         config: read for the patch size.
         seed: of the order; None keeps the pairs' order.
+        images: whether a row holds its patches; a pipeline stage that does not encode leaves them out, and they are not
+            read.
 
     Raises:
         FeatureError: a pair that is longer than a row, naming the sample.
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], count: int, seq_length: int, config: MoonViTConfig, seed: int | None
+        self,
+        pairs: Sequence[Pair],
+        count: int,
+        seq_length: int,
+        config: MoonViTConfig,
+        seed: int | None,
+        images: bool = True,
     ) -> None:
         too_long = [pair for pair in pairs if pair.tokens > seq_length]
         if too_long:
             pair = too_long[0]
             raise FeatureError(
-                f"{pair.shard}: sample {pair.key} has {pair.clip.tokens} image tokens and {pair.text[1]} bytes of text,"
-                f" {pair.tokens} in all with the end, and {len(too_long) - 1} more are as long: raise --seq-length"
-                f" {seq_length}, or make smaller images"
+                f"{pair.shard}: sample {pair.key} has {pair.image_tokens} image tokens and {pair.text[1]} bytes of"
+                f" text, {pair.tokens} in all with the end, and {len(too_long) - 1} more are as long: raise"
+                f" --seq-length {seq_length}, or make smaller images"
             )
-        self.pairs, self.seq_length, self.config = pairs, seq_length, config
+        self.pairs, self.seq_length, self.config, self.images = pairs, seq_length, config, images
         self.rows: list[list[int]] = []
         epoch = 0
         while len(self.rows) < count:
@@ -66,33 +74,46 @@ class PairRows(Dataset):
         """One row.
 
         Returns:
-            tokens, labels, position_ids ``[s]`` int64 and loss_mask ``[s]`` fp32; patches ``[N, 3*P*P]`` fp32, clips
-            ``[k, 3]`` int64 and the positions ``[M]`` int64 of the image tokens.
+            tokens, labels, position_ids ``[s]`` int64 and loss_mask ``[s]`` fp32; clips ``[k, 3]`` int64, the positions
+            ``[M]`` int64 of the image tokens, the row's number, and with ``images`` the patches.
         """
         tokens = torch.full((self.seq_length + 1,), END, dtype=torch.int64)
         counts = torch.zeros(self.seq_length + 1)
-        patches, clips, at = [], [], 0
+        clips, at = [], 0
         for number in self.rows[index]:
             pair = self.pairs[number]
-            pixels, text = read(pair)
-            encoded, clip = patchify(pixels, self.config, f"{pair.shard}: {pair.key}.png")
-            patches.append(encoded)
-            clips.append(clip)
-            tokens[at : at + clip.tokens] = IMAGE
-            at += clip.tokens
+            text = read_text(pair)
+            if pair.clip is not None:
+                clips.append(pair.clip)
+            tokens[at : at + pair.image_tokens] = IMAGE
+            at += pair.image_tokens
             tokens[at : at + len(text)] = torch.from_numpy(text.astype(np.int64))
             counts[at : at + len(text) + 1] = 1  # the end counts too
             at += len(text) + 1
         inputs = tokens[:-1]
-        return {
+        row = {
             "tokens": inputs,
             "labels": tokens[1:],
             "loss_mask": counts[1:],
             "position_ids": torch.arange(self.seq_length),
-            "patches": torch.cat(patches),
-            "clips": torch.tensor(clips),
+            "clips": torch.tensor(clips, dtype=torch.int64).reshape(-1, 3),
             "image_positions": torch.nonzero(inputs == IMAGE)[:, 0],
+            "row": torch.tensor(index),
         }
+        return {**row, "patches": self.patches(index)} if self.images else row
+
+    def patches(self, index: int) -> Tensor:
+        """The patches ``[N, 3*P*P]`` fp32 of a row's images, in the order of its clips.
+
+        Raises:
+            ImageError: an image that does not decode, naming the sample.
+        """
+        patches = [torch.zeros(0, 3 * self.config.moonvit_patch_size**2)]
+        for number in self.rows[index]:
+            pair = self.pairs[number]
+            if pair.image is not None:
+                patches.append(patchify(read_image(pair), self.config, f"{pair.shard}: {pair.key}.png")[0])
+        return torch.cat(patches)
 
 
 def _pack(lengths: Sequence[int], order: Sequence[int], seq_length: int) -> list[list[int]]:

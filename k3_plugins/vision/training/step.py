@@ -1,6 +1,9 @@
 """Megatron's hooks for training with images: the encoder beside the embedding, the data sets, one micro-batch.
 
-Letters: b micro-batch (1), s sequence, d width of the language model, M image tokens of the micro-batch.
+Under a pipeline the first stage reads the images, the last one the labels, the others nothing.
+
+Letters: b micro-batch (1), s sequence (of this rank under sequence parallelism), d width of the language model, M image
+tokens of the micro-batch.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args, get_timers, print_rank_0
+from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from k3_plugins.failure import fail
@@ -19,12 +25,15 @@ from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
-from k3_plugins.vision.moonvit.geometry import Clip
+from k3_plugins.vision.training.context import cut, encode_images, loss_of
 from k3_plugins.vision.training.pairs import find_pairs
 from k3_plugins.vision.training.rows import PairRows
 
 ENCODER = "vision_model"
 """The encoder's name in the model, and so in checkpoints."""
+
+images_seen = 0
+"""Images that this rank's rows held so far."""
 
 
 def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
@@ -33,26 +42,32 @@ def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
     def attach(models: list[Any]) -> list[Any]:
         for model in models:
             if model.pre_process:
-                setattr(model, ENCODER, MoonViT(config, model.config))
+                encoder = MoonViT(config, model.config)
+                encoder.requires_grad_(not config.moonvit_frozen)
+                setattr(model, ENCODER, encoder)
         return models
 
     return attach
 
 
-def dataset_provider(train: str, valid: str | None, suffix: str, config: MoonViTConfig) -> Callable[..., tuple]:
+def dataset_provider(
+    train: str, valid: str | None, suffix: str, config: MoonViTConfig, text_alone: bool = False
+) -> Callable[..., tuple]:
     """Megatron's ``train_valid_test_dataset_provider``; every rank reads the headers and ends with 2 if one is bad."""
 
     def datasets(sizes: Sequence[int], vp_stage: int | None = None) -> tuple:
-        del vp_stage
         args = get_args()
+        first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+        needed = is_first_or_last_pipeline_stage(vp_stage)
 
         def rows(folder: str | None, flag: str, count: int | None, seed: int | None) -> PairRows | None:
             if folder is None or not count:
                 return None
-            pairs = find_pairs(folder, config, suffix, flag)
-            data = PairRows(pairs, count, args.seq_length, config, seed)
-            print_rank_0(f"> {flag} {folder}: {len(pairs)} pairs, {len(data)} rows of {args.seq_length} tokens")
-            return data
+            pairs = find_pairs(folder, config, suffix, flag, text_alone)
+            data = PairRows(pairs, count, args.seq_length, config, seed, images=first)
+            if first:
+                print_rank_0(f"> {flag} {folder}: {len(pairs)} pairs, {len(data)} rows of {args.seq_length} tokens")
+            return data if needed else None
 
         try:
             return (
@@ -71,33 +86,46 @@ def embed(model: GPTModel, tokens: Tensor, positions: Tensor, images: Tensor, im
     """Text embeddings with the images' tokens in their places.
 
     Args:
-        tokens, positions: ``[1, s]``.
-        images: ``[M, d]`` from the encoder.
+        tokens, positions: ``[1, S]`` with S the whole sequence.
+        images: ``[M, d]`` from the encoder, the same on every tensor-parallel rank.
         image_positions: ``[M]`` places in the sequence.
 
     Returns:
         ``[s, 1, d]``.
     """
     text = model.embedding(input_ids=tokens, position_ids=positions)
+    if model.config.sequence_parallel:
+        # A rank holds a slice of the sequence, so it sees the gradient of the image tokens in it alone.
+        images = copy_to_tensor_model_parallel_region(images)
+        image_positions = image_positions - mpu.get_tensor_model_parallel_rank() * len(text)
+        here = (image_positions >= 0) & (image_positions < len(text))
+        images, image_positions = images[here], image_positions[here]
     return text.index_copy(0, image_positions, images[:, None].to(text.dtype))
 
 
-def forward_step(data_iterator: Iterator, model: GPTModel) -> tuple[Tensor, partial]:
+def forward_step(data_iterator: Iterator | None, model: GPTModel) -> tuple[Tensor, partial]:
     """Megatron's ``forward_step_func``: the encoder inside the first stage's forward, then the language model."""
+    global images_seen
+    gpt = unwrap_model(model)
+    if not (gpt.pre_process or gpt.post_process):
+        return model(None, None, None), partial(loss_func, None, model=model)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     row = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
     timers("batch-generator").stop()
-    gpt = unwrap_model(model)
-    clips = [Clip(*clip) for clip in row["clips"][0].tolist()]
-    images = getattr(gpt, ENCODER)(row["patches"][0], clips)
-    decoder_input = embed(gpt, row["tokens"], row["position_ids"], images, row["image_positions"][0])
+    decoder_input = None
+    if gpt.pre_process:
+        images_seen += row["clips"].shape[1]
+        images, places = encode_images(getattr(gpt, ENCODER), row)
+    row = cut(row)
+    if gpt.pre_process:
+        decoder_input = embed(gpt, row["tokens"], row["position_ids"], images, places)
     output = model(
         row["tokens"],
         row["position_ids"],
         None,
         decoder_input=decoder_input,
-        labels=row["labels"],
-        loss_mask=row["loss_mask"],
+        labels=row["labels"] if gpt.post_process else None,
+        loss_mask=row["loss_mask"] if gpt.post_process else None,
     )
-    return output, partial(loss_func, row["loss_mask"], model=model)
+    return output, loss_of(row["loss_mask"], model)

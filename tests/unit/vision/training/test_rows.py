@@ -11,7 +11,7 @@ from k3_plugins.data.render.kinds import KINDS, draw
 from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.geometry import Clip, ImageError, patchify
-from k3_plugins.vision.training.pairs import find_pairs, read
+from k3_plugins.vision.training.pairs import find_pairs, read_image, read_text
 from k3_plugins.vision.training.rows import PairRows
 from k3_plugins.vision.training.tokens import END, IMAGE
 
@@ -37,7 +37,7 @@ def test_pairs_are_found_with_their_sizes(folder, suffix):
     assert [int(pair.key) for pair in pairs] == list(range(COUNT))
     for pair in pairs:
         expected = drawing(int(pair.key))
-        pixels, text = read(pair)
+        pixels, text = read_image(pair), read_text(pair)
         assert tuple(pixels.shape) == (3, expected.height, expected.width)
         assert text.tobytes().decode() == (expected.caption if suffix == "txt" else expected.svg)
         assert pair.clip == Clip(1, 2 * -(-expected.height // 28), 2 * -(-expected.width // 28))
@@ -56,7 +56,7 @@ def test_rows_hold_whole_pairs_and_mask_images(folder):
         assert torch.equal(row["labels"][:-1], row["tokens"][1:])
         expected, counted, patches, clips = [], [], [], []
         for number in data.rows[index]:
-            pixels, text = read(pairs[number])
+            pixels, text = read_image(pairs[number]), read_text(pairs[number])
             encoded, clip = patchify(pixels, CONFIG)
             expected += [IMAGE] * clip.tokens + list(text.tobytes()) + [END]
             counted += [0] * clip.tokens + [1] * (len(text) + 1)
@@ -129,7 +129,7 @@ def test_damaged_images_are_named_when_they_are_read(tmp_path):
     shard(tmp_path, {"cat.png": png(28, 28), "cat.txt": b"a"})
     (pair,) = find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
     with pytest.raises(ImageError, match="cat.png cannot be decoded"):
-        read(pair)
+        read_image(pair)
 
 
 def test_pairs_longer_than_a_row_are_named(folder):
