@@ -53,6 +53,10 @@ class Diagnosis:
     """Parallel sizes and batch as Megatron derives them, if its checks were asked for (``--ranks``)."""
     warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    arguments: argparse.Namespace | None = field(default=None, repr=False)
+    """The arguments as training would see them, where Megatron's checks were asked for and passed."""
+    defaults: argparse.Namespace | None = field(default=None, repr=False)
+    """What Megatron's own parser gives an empty command line."""
 
     @property
     def verdict(self) -> int:
@@ -61,23 +65,28 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"verdict": self.verdict, **asdict(self)}
+        values = {"verdict": self.verdict, **asdict(self)}
+        del values["arguments"], values["defaults"]
+        return values
 
 
-def diagnose(control: Control, training_flags: Sequence[str], ranks: int | None = None) -> Diagnosis:
+def diagnose(
+    control: Control, training_flags: Sequence[str], ranks: int | None = None, door: str | None = None
+) -> Diagnosis:
     """Examine this environment.
 
     Args:
         control: the ``--k3-*`` flags; without ``--k3-plugins`` every feature that could be named is examined by itself.
         training_flags: Megatron and feature flags; they are parsed and validated by the features if there are any.
         ranks: let Megatron check the flags as well, as in a job of so many ranks.
+        door: the program that would be started, for presets of features that depend on it.
     """
     found = Diagnosis()
     megatron = _megatron(found)
     _versions(found)
     _platform(found, control)
     _doors(found, megatron)
-    features = _features(found, control, training_flags)
+    features = _features(found, control, training_flags, door)
     if megatron is not None:
         _patches(found, features, control)
         _flags(found, features, control, training_flags, ranks)
@@ -162,10 +171,12 @@ def _helpers(found: Diagnosis, folder: Path) -> None:
         )
 
 
-def _features(found: Diagnosis, control: Control, training_flags: Sequence[str]) -> list[Feature]:
+def _features(
+    found: Diagnosis, control: Control, training_flags: Sequence[str], door: str | None
+) -> list[Feature]:
     """Load the selected features (all of them if none is named) and report each."""
     try:
-        selection = feature_list.select(control.plugins, command_line(training_flags, control.model))
+        selection = feature_list.select(control.plugins, command_line(training_flags, control.model, door))
         entries = selection.entries if control.plugins else tuple(feature_list.available())
     except FeatureError as error:
         found.problems.append(str(error))
@@ -266,6 +277,10 @@ def _flags(
             found.problems.append(f"{feature.name}: {error}")
     if ranks is not None and args is not None and not found.problems:
         _megatron_accepts(found, args)
+        if not found.problems:
+            stock = argparse.ArgumentParser(allow_abbrev=False)
+            add_megatron_arguments(stock)
+            found.arguments, found.defaults = args, stock.parse_args([])
 
 
 def _parse(parser: argparse.ArgumentParser, flags: Sequence[str]) -> argparse.Namespace:

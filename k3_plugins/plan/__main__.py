@@ -34,13 +34,15 @@ SIZES = {
 }
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """For argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
-def _amount(text: str) -> float:
+def amount(text: str) -> float:
+    """For argparse."""
     try:
         value = float(text)
     except ValueError:
@@ -59,24 +61,24 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("--model", choices=sorted(PRESETS), required=True, help="a preset")
-    add("--gpus", type=_positive, required=True)
-    add("--gpu-memory", type=_amount, default=80.0, metavar="GB", help="of one GPU (default 80)")
-    add("--host-memory", type=_amount, default=128.0, metavar="GB", help="host memory per GPU (default 128)")
-    add("--context", type=_positive, default=8192, metavar="TOKENS", help="sequence length (default 8192)")
-    add("--global-batch-tokens", type=_positive, default=2**26, metavar="N", help="tokens in a step (default 2^26)")
+    add("--gpus", type=positive, required=True)
+    add("--gpu-memory", type=amount, default=80.0, metavar="GB", help="of one GPU (default 80)")
+    add("--host-memory", type=amount, default=128.0, metavar="GB", help="host memory per GPU (default 128)")
+    add("--context", type=positive, default=8192, metavar="TOKENS", help="sequence length (default 8192)")
+    add("--global-batch-tokens", type=positive, default=2**26, metavar="N", help="tokens in a step (default 2^26)")
     for name, flag in SIZES.items():
-        add(f"--{flag}", type=_positive, metavar="N", dest=name, help="use only this size")
+        add(f"--{flag}", type=positive, metavar="N", dest=name, help="use only this size")
     add("--policies", default=",".join(POLICIES), help="activation policies to try, fastest first (default: all)")
     add("--no-pipeline-zero2", action="store_true", help="whole gradient buffers on the GPU")
     add("--optimizer-on-host", action="store_true", help="master weights and moments in host memory")
     add("--no-moonep", action="store_true", help="Megatron's all-to-all in place of MoonEP")
-    add("--reserve-memory", type=_amount, default=6.4, metavar="GB", help="CUDA context, workspaces, fragmentation")
-    add("--gpu-tflops", type=_amount, default=989.0, help="dense bf16 peak of one GPU (default 989)")
-    add("--efficiency", type=_amount, default=0.5, help="share of the peak that kernels reach (default 0.5)")
-    add("--gpus-per-node", type=_positive, default=8)
-    add("--bandwidth-inside", type=_amount, default=450.0, metavar="GB/s", help="per GPU inside a node (default 450)")
-    add("--bandwidth-between", type=_amount, default=50.0, metavar="GB/s", help="per GPU between nodes (default 50)")
-    add("--top", type=_positive, default=8, help="layouts to show (default 8)")
+    add("--reserve-memory", type=amount, default=6.4, metavar="GB", help="CUDA context, workspaces, fragmentation")
+    add("--gpu-tflops", type=amount, default=989.0, help="dense bf16 peak of one GPU (default 989)")
+    add("--efficiency", type=amount, default=0.5, help="share of the peak that kernels reach (default 0.5)")
+    add("--gpus-per-node", type=positive, default=8)
+    add("--bandwidth-inside", type=amount, default=450.0, metavar="GB/s", help="per GPU inside a node (default 450)")
+    add("--bandwidth-between", type=amount, default=50.0, metavar="GB/s", help="per GPU between nodes (default 50)")
+    add("--top", type=positive, default=8, help="layouts to show (default 8)")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--png", type=Path, metavar="FILE", help="draw memory and time there")
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.plan.cost import HIDDEN, Hardware
 from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
 from k3_plugins.plan.layout import Job, layout_string
-from k3_plugins.plan.memory import KINDS
+from k3_plugins.plan.memory import KINDS, Memory
 from k3_plugins.plan.parameters import active, all_parts, total
 from k3_plugins.plan.search import Found, Result
 
@@ -65,6 +66,8 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
         words += ["--pipeline-model-parallel-layout", layout_string(found.layers_per_chunk)]
     if config.num_experts is not None:
         words += ["--expert-model-parallel-size", layout.ep, "--expert-tensor-parallel-size", 1]
+    if "moonep" in features:
+        words += ["--transformer-impl", "local"]  # its stacked experts are its own
     words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
     words += ["--seq-length", job.context, "--max-position-embeddings", job.context, "--use-distributed-optimizer"]
     recompute = {"selective": ["--recompute-granularity", "selective"]}
@@ -154,7 +157,7 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
     if result.found:
         console.print(table)
         best = result.found[0]
-        _show_memory(console, best)
+        console.print(memory_table(best.memory, "Memory of the fastest one, GB per GPU by pipeline rank"))
         sent = ", ".join(f"{group} {size / GB:,.1f}" for group, size in best.cost.sent.items() if size)
         console.print(f"the fastest one sends per GPU and step, in GB: {sent or 'nothing'}")
         console.print(f"layers per chunk: {' '.join(map(str, best.layers_per_chunk))}")
@@ -172,19 +175,19 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
             console.print(f"nearest: {layout} needs {size / GB:.1f} GB ({parts}; host {memory.host / GB:.1f})")
 
 
-def _show_memory(console: Any, best: Found) -> None:
+def memory_table(memories: Sequence[Memory], title: str) -> Any:
+    """Bytes by kind of every pipeline rank, as a table of rich's; of a long pipeline its ends."""
     from rich.table import Table
 
-    table = Table(title="Memory of the fastest one, GB per GPU by pipeline rank", title_justify="left")
+    table = Table(title=title, title_justify="left")
     table.add_column("rank", justify="right")
-    kinds = [kind for kind in KINDS if any(memory.device[kind] for memory in best.memory)]
+    kinds = [kind for kind in KINDS if any(memory.device[kind] for memory in memories)]
     for kind in (*kinds, "total", "host"):
         table.add_column(kind, justify="right", overflow="fold")
-    ranks = best.memory if len(best.memory) <= 8 else (*best.memory[:4], *best.memory[-4:])
-    for memory in ranks:
+    for memory in memories if len(memories) <= 8 else (*memories[:4], *memories[-4:]):
         cells = [memory.device[kind] for kind in kinds] + [memory.total, memory.host]
         table.add_row(str(memory.rank), *(f"{cell / GB:.1f}" for cell in cells))
-    console.print(table)
+    return table
 
 
 def draw(job: Job, result: Result, device_bytes: float, top: int, name: str, output: Path) -> None:

@@ -1,0 +1,153 @@
+"""A job and its layout as the planner describes them, from the arguments that Megatron has validated.
+
+Imports neither torch nor megatron, but for Megatron's reading of ``--pipeline-model-parallel-layout``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+from typing import Any
+
+from k3_plugins.feature import FeatureError
+from k3_plugins.models.kimi_k3.config import KimiK3Config, preset
+from k3_plugins.plan.layout import Job, Layout
+from k3_plugins.plan.memory import Options
+
+SIZES = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_head_dim",
+    "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+    "kda_num_heads": "kda_num_heads",
+    "kda_head_dim": "kda_head_dim",
+    "ffn_hidden_size": "dense_ffn_hidden_size",
+    "num_experts": "num_experts",
+    "moe_router_topk": "moe_top_k",
+    "moe_ffn_hidden_size": "expert_ffn_hidden_size",
+    "moe_latent_size": "moe_latent_size",
+    "attn_res_block_size": "attn_res_block_size",
+}
+"""Argument -> field of the model's description."""
+
+
+def model_of(args: Namespace, name: str | None) -> KimiK3Config:
+    """The model of ``--k3-model`` with the sizes that the command line changes.
+
+    Raises:
+        FeatureError: no ``--k3-model``, or layer patterns that do not follow from its description.
+    """
+    if name is None:
+        raise FeatureError("the memory plan needs --k3-model: it counts the layers of a described model")
+    base = preset(name)
+    values = {field: getattr(args, argument) for argument, field in SIZES.items() if hasattr(args, argument)}
+    if values.get("num_experts") is None:
+        values |= {"num_experts": None, "moe_top_k": 0, "num_shared_experts": 0, "expert_ffn_hidden_size": 0}
+    elif args.moe_shared_expert_intermediate_size and values["expert_ffn_hidden_size"]:
+        values["num_shared_experts"] = args.moe_shared_expert_intermediate_size // values["expert_ffn_hidden_size"]
+    vocabulary = args.padded_vocab_size or args.vocab_size or base.vocab_size
+    config = base.scaled(**values, vocab_size=vocabulary)
+    for flag, written, derived in (
+        ("--linear-attention-freq", args.linear_attention_freq, config.attention_pattern),
+        ("--moe-layer-freq", args.moe_layer_freq if config.num_experts else None, config.moe_pattern),
+    ):
+        if isinstance(written, list) and written != derived:
+            raise FeatureError(f"{flag} {written}: the memory plan counts the pattern of --k3-model {name}, {derived}")
+    return config
+
+
+def job_of(args: Namespace, config: KimiK3Config) -> Job:
+    """What is trained on how many GPUs."""
+    return Job(config, args.world_size, args.seq_length, args.global_batch_size)
+
+
+def layout_of(args: Namespace) -> Layout:
+    """The parallel sizes."""
+    dp = args.data_parallel_size
+    return Layout(
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        ep=args.expert_model_parallel_size,
+        dp=dp,
+        micro_batch=args.micro_batch_size,
+        num_microbatches=args.global_batch_size // (args.micro_batch_size * dp),
+    )
+
+
+def layers_per_chunk(args: Namespace, layout: Layout, config: KimiK3Config) -> tuple[int, ...]:
+    """Transformer layers of every model chunk, in model order.
+
+    Raises:
+        FeatureError: a division that Megatron derives from other flags.
+    """
+    written: Any = args.pipeline_model_parallel_layout
+    if written is not None:
+        from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+        if isinstance(written, str):
+            written = PipelineParallelLayerLayout(written, layout.pp)
+        stages = written.layout  # [pipeline rank][virtual stage], lists of LayerType
+        return tuple(
+            sum(layer.name == "decoder" for layer in stages[rank][virtual])
+            for virtual in range(layout.vpp)
+            for rank in range(layout.pp)
+        )
+    for name in (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    ):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise FeatureError(f"{flag}: write the stages out with --pipeline-model-parallel-layout")
+    return (config.num_layers // layout.chunks,) * layout.chunks
+
+
+def options_of(args: Namespace, features: Collection[str], reserve: float) -> tuple[Options, list[str]]:
+    """How memory is used, and what of the command line the estimate does not count as it is.
+
+    Args:
+        args: validated.
+        features: active ones.
+        reserve: bytes of a GPU set aside.
+    """
+    policy, notes = {None: "keep", "selective": "selective", "full": "full"}[args.recompute_granularity], []
+    rules = getattr(args, "activation_policy", None)
+    if rules == "decoder=cpu" and policy == "full":
+        policy = "full+cpu"
+    elif rules:
+        notes.append(
+            f"--activation-policy {rules!r}: counted as if everything were kept; train a step with --activation-report"
+            " and see python -m k3_plugins.memory.report"
+        )
+    if not args.bf16:
+        notes.append("counted as bf16 weights and activations with fp32 gradients and states; --bf16 is not given")
+    if not args.use_distributed_optimizer:
+        notes.append("counted with optimizer states sharded over DP; --use-distributed-optimizer is not given")
+    if "per-head-muon" in features:
+        notes.append("optimizer states counted as AdamW's 12 bytes; Muon's matrices take 8")
+    if "moonvit" in features:
+        notes.append("the vision encoder is not counted")
+    on_host = getattr(args, "zero2_optimizer_device", None) == "cpu" or args.optimizer_cpu_offload
+    options = Options(
+        policy=policy,
+        pipeline_zero2="pipeline-zero2" in features,
+        optimizer_on_host=bool(on_host),
+        moonep="moonep" in features,
+        reserve=reserve,
+    )
+    return options, notes
+
+
+def changed(args: Namespace, defaults: Namespace) -> dict[str, Any]:
+    """Arguments whose value is not Megatron's default, and those that it does not have, by name."""
+    absent = object()
+    names = sorted(vars(args))
+    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(defaults, name, absent)}
