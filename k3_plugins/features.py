@@ -115,6 +115,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "a vision encoder for images of native resolution, trained with the text from the first step",
         "k3_plugins/vision/moonvit",
     ),
+    FeatureEntry(
+        "dynamic-cp",
+        "k3_plugins.vision.dynamic_cp.feature",
+        "the vision encoder's work divided over context-parallel ranks, large images and videos split",
+        "k3_plugins/vision/dynamic_cp",
+    ),
 )
 
 
@@ -168,6 +174,7 @@ PRESETS: dict[str, tuple[PresetMember, ...]] = {
         PresetMember("activation-manager", given="--activation-policy"),
         PresetMember("mxfp4-qat", "--num-experts", 2, door="k3_plugins.finetune_gpt"),
         PresetMember("moonvit", door=VISION_DOOR),
+        PresetMember("dynamic-cp", "--context-parallel-size", 2, door=VISION_DOOR),
     ),
 }
 

@@ -1,6 +1,9 @@
-"""Training on images and text through its door: tensor and data parallelism against one process, resume, refusals."""
+"""Training on images and text through its door: its parallelisms against one process, resume, refusals."""
+
+import re
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from k3_plugins.data.render import __main__ as render
 from tests.harness import gradients, losses
@@ -19,10 +22,23 @@ TRAINING = f"""
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --log-interval 1 --seed 42
     --num-workers 0
 """.split()
+DIVIDED = "--k3-plugins kda,gated-mla,moonvit,dynamic-cp --dynamic-cp-imbalance 1.0 --context-parallel-size 2"
 LAYOUTS = {
-    "TP 2": "--tensor-model-parallel-size 2",
-    "DP 2, distributed optimizer": "--use-distributed-optimizer",
-}
+    "one": (1, ""),
+    "one, per token": (1, "--calculate-per-token-loss"),
+    "TP 2": (2, "--tensor-model-parallel-size 2"),
+    "CP 2, encoder divided": (2, f"{DIVIDED} --tensorboard-dir FOLDER/board"),
+    "CP 2": (2, "--context-parallel-size 2"),
+    "CP 2, encoder divided, per token": (2, f"{DIVIDED} --calculate-per-token-loss"),
+    "DP 2, distributed optimizer": (2, "--use-distributed-optimizer"),
+    "TP 2 SP CP 2, encoder divided": (4, f"{DIVIDED} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP 2 CP 2, encoder divided, recomputed": (4, f"{DIVIDED} --pipeline-model-parallel-size 2 --moonvit-recompute"),
+    "CP 2 DP 2, encoder divided, overlapped": (
+        4, f"{DIVIDED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    ),
+}  # fmt: skip
+QUICK = ("TP 2", "CP 2, encoder divided")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in QUICK and "one" not in name]
 
 
 def words(data, *groups):
@@ -51,8 +67,8 @@ def runs(data, tmp_path_factory):
     def run(layout):
         if layout not in done:
             folder = root / layout.replace(" ", "-").replace(",", "")
-            command = [folder, DOOR, *words(data, start, LAYOUTS.get(layout, ""))]
-            nprocs = 2 if layout in LAYOUTS else 1
+            nprocs, flags = LAYOUTS[layout]
+            command = [folder, DOOR, *words(data, start, flags.replace("FOLDER", str(folder)))]
             done[layout] = folder, launch("tests.harness.gradients", command, nprocs=nprocs, timeout=300)
         return done[layout]
 
@@ -71,12 +87,26 @@ def test_it_trains_the_encoder_from_the_first_step(runs):
     assert all(float(grad.abs().max()) > 0 for grad in encoder.values())
 
 
-@pytest.mark.parametrize("layout", ["TP 2", pytest.param("DP 2, distributed optimizer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [*QUICK, *SLOW])
 def test_layout_equals_one_process(layout, runs):
-    (folder, _), (one, _) = runs(layout), runs("one")
+    (folder, _), (one, _) = runs(layout), runs("one, per token" if "per token" in layout else "one")
     error, worst = gradients.largest_difference(gradients.assemble(folder), gradients.assemble(one))
     assert error <= 2e-5, f"gradient of {worst} differs by {error:.1e}"
     assert losses.relative_difference(losses.read(folder), losses.read(one)) <= 2e-5
+
+
+def test_the_divided_load_is_shown_and_logged(runs):
+    folder, result = runs("CP 2, encoder divided")
+    sentence = r"(\d+) of (\d+) images split over 2 ranks, largest over mean load [\d.]+ \([\d.]+ unsplit"
+    (shown,) = set(re.findall(sentence, "".join(result.logs)))
+    assert 0 < int(shown[0]) <= int(shown[1])
+    events = EventAccumulator(str(folder / "board")).Reload()
+    after, before = (
+        [event.value for event in events.Scalars(f"k3/vit-load-max-over-mean{part}")] for part in ("", "-unsplit")
+    )
+    assert len(after) == len(before) == STEPS
+    assert all(1 <= load <= 1.05 and load <= unsplit <= 2 for load, unsplit in zip(after, before, strict=True))
+    assert max(before) > 1.05
 
 
 @pytest.mark.slow
