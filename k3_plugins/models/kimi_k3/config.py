@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from k3_plugins.transformer.kda.pattern import full_attention_pattern
+from k3_plugins.vision.moonvit.config import MoonViTConfig
 
 
 def expert_pattern(num_layers: int, first_dense: int) -> list[int]:
@@ -91,6 +92,9 @@ class KimiK3Config:
     attn_res_block_size: int | None = None
     """Transformer layers per attention-residual block; None for plain residuals."""
 
+    vision: MoonViTConfig | None = None
+    """The vision encoder of the model; None if it was published without one."""
+
     norm_eps: float = 1e-5
     """Epsilon of the layer norms and of KDA's output norm."""
     mla_latent_norm_eps: float = 1e-6
@@ -114,7 +118,8 @@ class KimiK3Config:
         """Defaults for Megatron's and the features' flags, by argparse destination.
 
         Args:
-            active: names of the active features; quantile balancing takes the place of Megatron's bias rule.
+            active: names of the active features; quantile balancing takes the place of Megatron's bias rule, and only
+                moonvit has flags for the vision encoder.
 
         The layer patterns are not among them: they are derived from the depth after parsing (the features'
         ``validate``), so that ``--num-layers`` may differ from the preset's.
@@ -170,6 +175,8 @@ class KimiK3Config:
             defaults["k3_activation"] = "situ"
         if self.attn_res_block_size is not None:
             defaults["attn_res_block_size"] = self.attn_res_block_size
+        if self.vision is not None and "moonvit" in active:
+            defaults |= vision_values(self.vision)
         return defaults
 
     def derive_patterns(self, args: Namespace) -> None:
@@ -188,6 +195,12 @@ class KimiK3Config:
     def scaled(self, **changes: Any) -> "KimiK3Config":
         """A copy with other sizes, for proxies."""
         return dataclasses.replace(self, **changes)
+
+
+def vision_values(vision: MoonViTConfig) -> dict[str, Any]:
+    """What decides the encoder's parameters and what they mean, by argparse destination; no limits of a run."""
+    items = dataclasses.fields(vision)
+    return {item.name: getattr(vision, item.name) for item in items if item.metadata.get("changes_parameters", True)}
 
 
 KIMI_K3 = KimiK3Config(
@@ -211,6 +224,7 @@ KIMI_K3 = KimiK3Config(
     expert_ffn_hidden_size=3072,
     moe_latent_size=3584,
     attn_res_block_size=12,
+    vision=MoonViTConfig(),
     required_features=("kda", "gated-mla", "attnres", "latent-moe"),
 )
 
@@ -251,6 +265,14 @@ KIMI_K3_TINY = KimiK3Config(
     kda_num_heads=4,
     kda_head_dim=32,
     dense_ffn_hidden_size=384,
+    vision=MoonViTConfig(
+        moonvit_num_layers=2,
+        moonvit_hidden_size=64,
+        moonvit_num_heads=2,
+        moonvit_head_dim=32,
+        moonvit_ffn_size=256,
+        moonvit_position_grid=8,
+    ),
 )
 
 KIMI_K3_SMALL = KIMI_K3_TINY.scaled(
@@ -265,6 +287,14 @@ KIMI_K3_SMALL = KIMI_K3_TINY.scaled(
     kda_num_heads=4,
     kda_head_dim=64,
     dense_ffn_hidden_size=704,
+    vision=MoonViTConfig(
+        moonvit_num_layers=4,
+        moonvit_hidden_size=128,
+        moonvit_num_heads=4,
+        moonvit_head_dim=32,
+        moonvit_ffn_size=512,
+        moonvit_position_grid=16,
+    ),
 )
 
 KIMI_LINEAR_TINY = KIMI_LINEAR.scaled(
@@ -282,6 +312,7 @@ KIMI_LINEAR_TINY = KIMI_LINEAR.scaled(
     num_experts=8,
     moe_top_k=2,
     expert_ffn_hidden_size=64,
+    vision=KIMI_K3_TINY.vision,
 )
 
 KIMI_K3_MOE_TINY = KIMI_K3_TINY.scaled(

@@ -8,7 +8,9 @@ import re
 import shutil
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from k3_plugins import manifest
-from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names, mxfp4
+from k3_plugins.models.kimi_k3 import hf_config, hf_folder, hf_names, hf_vision_config, mxfp4
 from k3_plugins.models.kimi_k3.checkpoint_model import saved_arguments
 from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
@@ -72,16 +74,20 @@ def export_checkpoint(
         boxes = plan(saved, spelling, reader.shapes)
 
         writer = ShardWriter(folder, max_shard_bytes)
-        for place, name, offset, shape in boxes:
-            tensor = reader.read(place.key, offset, shape)
-            if quantized and place.expert is not None:
-                packed, scale = mxfp4.quantize(tensor.reshape(place.hf_shape(shape)), name)
-                if not unpack:
-                    writer.add(f"{name}{PACKED}", packed)
-                    writer.add(f"{name}{SCALE}", scale)
-                    continue
-                tensor = mxfp4.dequantize(packed, scale, tensor.dtype, name).view(shape)
-            writer.add(name, from_megatron(place, name, tensor, spelling))
+        for name, group in groupby(boxes, key=itemgetter(1)):
+            parts = []
+            for place, _, offset, shape in group:
+                tensor = reader.read(place.key, offset, shape)
+                if quantized and place.expert is not None:
+                    packed, scale = mxfp4.quantize(tensor.reshape(place.hf_shape(shape)), name)
+                    if not unpack:
+                        writer.add(f"{name}{PACKED}", packed)
+                        writer.add(f"{name}{SCALE}", scale)
+                        continue
+                    tensor = mxfp4.dequantize(packed, scale, tensor.dtype, name).view(shape)
+                parts.append(from_megatron(place, name, tensor, spelling))
+            if parts:
+                writer.add(name, parts[0] if len(parts) == 1 else torch.cat(parts))
         writer.close()
         for path in companions:
             shutil.copyfile(path, folder / path.name)
@@ -138,6 +144,7 @@ def describe(args: Namespace, manifest_: Mapping[str, Any] | None) -> ModelDescr
         moe_latent_size=args.moe_latent_size if latent else None,
         routed_scaling_factor=(args.moe_router_topk_scaling_factor or 1.0) if experts else 1.0,
         attn_res_block_size=args.attn_res_block_size if "attnres" in features else None,
+        vision=hf_vision_config.from_arguments(args) if "moonvit" in features else None,
         norm_eps=args.layernorm_epsilon,
         mla_latent_norm_eps=args.mla_latent_norm_eps,
         init_method_std=args.init_method_std,
@@ -195,11 +202,13 @@ def _original(
         sidecar = hf_folder.read_sidecar(iteration)
         if sidecar is None:
             config = hf_config.write(saved)
-            return [], Spelling(), hf_folder.with_quantization(config, mxfp4.PUBLISHED_FORMAT) if pack else config
+            spelling = Spelling(prefix=hf_names.MULTIMODAL_PREFIX if saved.config.vision is not None else "")
+            return [], spelling, hf_folder.with_quantization(config, mxfp4.PUBLISHED_FORMAT) if pack else config
         folder, spelling = sidecar
     config = hf_folder.read_json(folder / hf_folder.CONFIG)
     # Unknown fields were refused or accepted already, when the folder was opened or imported.
     accepted = {*config, *hf_config.language_model(config)}
+    accepted |= {f"vision_config.{name}" for name in config.get("vision_config") or ()}
     original, _ = hf_config.read(config, ignore=accepted, output_gate_bias=saved.config.kda_output_gate_bias)
     changed = hf_config.differences(original, saved)
     if changed:

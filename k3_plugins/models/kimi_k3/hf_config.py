@@ -12,13 +12,15 @@ This module imports neither torch nor megatron.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from k3_plugins.models.kimi_k3 import hf_vision_config
 from k3_plugins.models.kimi_k3.config import KimiK3Config, expert_pattern
+from k3_plugins.models.kimi_k3.hf_fields import FieldReader, is_among, is_number, shown
 from k3_plugins.transformer.kda.pattern import full_attention_pattern
+from k3_plugins.vision.moonvit.config import MoonViTConfig
 
 
 class ConversionError(Exception):
@@ -51,11 +53,13 @@ class ModelDescription:
             needed.append("attnres")
         if self.config.moe_latent_size is not None or self.config.activation == "situ":
             needed.append("latent-moe")
+        if self.config.vision is not None:
+            needed.append("moonvit")
         return tuple(needed)
 
     def arguments(self) -> dict[str, Any]:
         """Values of Megatron's and the features' flags, by argparse destination."""
-        values = self.config.argument_defaults()
+        values = self.config.argument_defaults(self.features)
         values["linear_attention_freq"] = list(self.attention_pattern)
         if self.config.num_experts is not None:
             values["moe_layer_freq"] = list(self.moe_pattern)
@@ -154,76 +158,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Reader:
-    """Collects what is wrong, so that one message names all of it."""
-
-    values: Mapping[str, Any]
-    faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def get(self, name: str, kind: type, default: Any = None) -> Any:
-        """A text (str), true or false (bool), a list or a table of fields (dict)."""
-        value = self.values.get(name)
-        if value is None:
-            return default
-        if type(value) is not kind:
-            self.faults.append(f"{name} is {_shown(value)}, not {_KINDS[kind]}")
-            return default
-        return value
-
-    def size(self, name: str, required: bool = False, smallest: int = 1) -> int | None:
-        """A whole number of at least ``smallest``; None if it is absent or wrong."""
-        value = self._present(name, required)
-        return None if value is None else self.checked_size(name, value, smallest)
-
-    def checked_size(self, name: str, value: Any, smallest: int = 1) -> int | None:
-        """The same for a value that is at hand."""
-        if type(value) is int and value >= smallest:
-            return value
-        self.faults.append(f"{name} is {_shown(value)}, not a whole number of at least {smallest}")
-        return None
-
-    def factor(self, name: str, default: float | None = None, required: bool = False) -> float | None:
-        """A positive, finite number."""
-        value = self._present(name, required)
-        if value is None:
-            return default
-        if _is_number(value) and value > 0:
-            return value
-        self.faults.append(f"{name} is {_shown(value)}, not a number above 0")
-        return default
-
-    def entry(self, name: str, required: bool = False) -> Any:
-        """A field of the tables of sizes."""
-        if name in FACTORS:
-            return self.factor(name, required=required)
-        return self.size(name, required, smallest=0 if name in COUNTS else 1)
-
-    def _present(self, name: str, required: bool) -> Any:
-        value = self.values.get(name)
-        if value is None and required:
-            self.faults.append(f"{name} is missing")
-        return value
-
-
-_KINDS = {str: "text", bool: "true or false", list: "a list", dict: "a table of fields"}
-
-
-def _shown(value: Any) -> str:
-    """A value in a message, in one short line."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_number(value: Any) -> bool:
-    """Whether it is a finite number; JSON also knows integers that no float can hold."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_among(value: Any, accepted: Iterable[Any]) -> bool:
-    """Like ``in``, but true is not 1."""
-    return any(type(value) is type(item) and value == item for item in accepted)
+def _entry(reader: FieldReader, name: str, required: bool = False) -> Any:
+    """A field of the tables of sizes."""
+    if name in FACTORS:
+        return reader.factor(name, required=required)
+    return reader.size(name, required, smallest=0 if name in COUNTS else 1)
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -250,27 +189,30 @@ def read(
     """
     ignored = frozenset(ignore)
     text = language_model(values)
-    reader = _Reader(text)
+    reader = FieldReader(text)
     outer = set() if text is values else set(values) - {"text_config", "vision_config"} - HARMLESS
     if text is not values:
-        outer -= {name for name in outer if name in FIXED and _is_among(values[name], FIXED[name][0])}
+        outer -= {name for name in outer if name in FIXED and is_among(values[name], FIXED[name][0])}
     linear = reader.get("linear_attn_config", dict, {})
     _check_unknown(reader, linear, outer, ignored)
+    vision = None
+    if values.get("vision_config") is not None and text is not values:
+        vision = hf_vision_config.read(values, text.get("hidden_size"), ignored, reader)
     for name, (accepted, why) in FIXED.items():
-        if name in text and not _is_among(text[name], accepted):
-            reader.faults.append(f"{name} is {_shown(text[name])}, only {accepted[0]!r} can be converted: {why}")
+        if name in text and not is_among(text[name], accepted):
+            reader.faults.append(f"{name} is {shown(text[name])}, only {accepted[0]!r} can be converted: {why}")
 
-    sizes = {ours: reader.entry(name, required=True) for name, ours in SIZES.items()}
-    sizes |= {ours: reader.entry(name) for name, ours in OPTIONAL_SIZES.items()}
+    sizes = {ours: _entry(reader, name, required=True) for name, ours in SIZES.items()}
+    sizes |= {ours: _entry(reader, name) for name, ours in OPTIONAL_SIZES.items()}
     if text.get("num_experts") is not None:
-        sizes |= {ours: reader.entry(name, required=True) for name, ours in EXPERT_SIZES.items()}
+        sizes |= {ours: _entry(reader, name, required=True) for name, ours in EXPERT_SIZES.items()}
         experts, chosen = sizes["num_experts"], sizes["moe_top_k"]
         if experts and chosen and chosen > experts:
             reader.faults.append(f"num_experts_per_token is {chosen}, and there are only {experts} experts")
     heads = text.get("num_key_value_heads")
-    if heads is not None and not _is_among(heads, (sizes["num_attention_heads"],)):
+    if heads is not None and not is_among(heads, (sizes["num_attention_heads"],)):
         reader.faults.append(
-            f"num_key_value_heads is {_shown(heads)}, not num_attention_heads: MLA has no grouped heads"
+            f"num_key_value_heads is {shown(heads)}, not num_attention_heads: MLA has no grouped heads"
         )
     activation = reader.get("hidden_act", str, "silu")
     if activation not in ACTIVATIONS:
@@ -294,6 +236,7 @@ def read(
     period = next((p for p in range(1, layers + 1) if full_attention_pattern(layers, p) == attention), 4)
     config = KimiK3Config(
         **{name: value for name, value in sizes.items() if value is not None},
+        vision=vision,
         mla_output_gate=output_gate,
         kda_output_gate_bias=output_gate_bias,
         activation=ACTIVATIONS[activation],
@@ -312,7 +255,7 @@ def read(
     return description, reader.notes
 
 
-def _check_unknown(reader: _Reader, linear: Mapping[str, Any], outer: set[str], ignored: frozenset[str]) -> None:
+def _check_unknown(reader: FieldReader, linear: Mapping[str, Any], outer: set[str], ignored: frozenset[str]) -> None:
     """Report every field that nothing reads; an unknown one is a fault unless the user declared it harmless."""
     known = SIZES.keys() | EXPERT_SIZES.keys() | OPTIONAL_SIZES.keys() | FIXED.keys() | PATTERN_FIELDS
     unknown = set(reader.values) - known - HARMLESS
@@ -331,7 +274,7 @@ def _check_unknown(reader: _Reader, linear: Mapping[str, Any], outer: set[str], 
         reader.notes.append(f"not used (they do not change what the weights compute): {', '.join(skipped)}")
 
 
-def _linear_attention(reader: _Reader, linear: Mapping[str, Any]) -> dict[str, Any]:
+def _linear_attention(reader: FieldReader, linear: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes and gates of the KDA layers."""
     sizes: dict[str, Any] = {}
     for ours, published, saved in (
@@ -348,18 +291,18 @@ def _linear_attention(reader: _Reader, linear: Mapping[str, Any]) -> dict[str, A
     bound = linear.get("gate_lower_bound")
     sizes["kda_gate"] = "softplus" if bound is None else "bounded"
     if bound is not None:
-        if not (_is_number(bound) and bound < 0):
-            reader.faults.append(f"linear_attn_config.gate_lower_bound is {_shown(bound)}, not a number below 0")
+        if not (is_number(bound) and bound < 0):
+            reader.faults.append(f"linear_attn_config.gate_lower_bound is {shown(bound)}, not a number below 0")
         else:
             sizes["kda_gate_lower_bound"] = float(bound)
     full_rank = linear.get("use_full_rank_gate")
-    if not _is_among(full_rank, (True, False, None)):
-        reader.faults.append(f"linear_attn_config.use_full_rank_gate is {_shown(full_rank)}, not true or false")
+    if not is_among(full_rank, (True, False, None)):
+        reader.faults.append(f"linear_attn_config.use_full_rank_gate is {shown(full_rank)}, not true or false")
     sizes["kda_output_gate"] = "full-rank" if full_rank else "low-rank"
     return sizes
 
 
-def _attention_pattern(reader: _Reader, linear: Mapping[str, Any], layers: int) -> list[int]:
+def _attention_pattern(reader: FieldReader, linear: Mapping[str, Any], layers: int) -> list[int]:
     """1 for KDA, 0 for full attention, from the 1-indexed lists or from ``layer_types``."""
     if reader.values.get("layer_types") is not None:
         return _kinds_of_layers(reader, "layer_types", {"linear_attention": 1, "full_attention": 0}, layers)
@@ -377,13 +320,13 @@ def _attention_pattern(reader: _Reader, linear: Mapping[str, Any], layers: int) 
     if outside or twice or absent:
         reader.faults.append(
             f"linear_attn_config.kda_layers and .full_attn_layers must name every layer from 1 to {layers} exactly "
-            f"once; in both: {_shown(twice)}, no layers: {_shown(outside)}, not named: {absent}"
+            f"once; in both: {shown(twice)}, no layers: {shown(outside)}, not named: {absent}"
         )
         return []
     return [1 if layer in kda else 0 for layer in range(1, layers + 1)]
 
 
-def _moe_pattern(reader: _Reader, layers: int, experts: bool) -> list[int]:
+def _moe_pattern(reader: FieldReader, layers: int, experts: bool) -> list[int]:
     if not experts:
         return [] if reader.faults else expert_pattern(layers, layers)
     if reader.values.get("mlp_layer_types") is not None:
@@ -393,7 +336,7 @@ def _moe_pattern(reader: _Reader, layers: int, experts: bool) -> list[int]:
     return [] if reader.faults else expert_pattern(layers, dense)
 
 
-def _kinds_of_layers(reader: _Reader, name: str, kinds: Mapping[str, int], layers: int) -> list[int]:
+def _kinds_of_layers(reader: FieldReader, name: str, kinds: Mapping[str, int], layers: int) -> list[int]:
     named = reader.get(name, list, [])
     if len(named) != layers or not all(type(kind) is str and kind in kinds for kind in named):
         reader.faults.append(f"{name} must name {' or '.join(kinds)} for each of the {layers} layers")
@@ -464,13 +407,28 @@ def write(description: ModelDescription) -> dict[str, Any]:
     if config.moe_latent_size is not None:
         values["latent_moe_use_norm"] = description.latent_norm
     absent = ("routed_expert_hidden_size", "attn_res_block_size")
-    return {name: value for name, value in values.items() if value is not None or name not in absent}
+    values = {name: value for name, value in values.items() if value is not None or name not in absent}
+    if config.vision is None:
+        return values
+    if config.vision.moonvit_norm_eps != MoonViTConfig.moonvit_norm_eps:
+        raise ConversionError(
+            f"--moonvit-norm-eps is {config.vision.moonvit_norm_eps:g}; the published config has no field for it, and"
+            f" readers take {MoonViTConfig.moonvit_norm_eps:g}"
+        )
+    return {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "model_type": "kimi_k3",
+        "dtype": description.dtype,
+        "text_config": values,
+        "vision_config": hf_vision_config.write(config.vision, config.hidden_size),
+        "tie_word_embeddings": False,
+    }
 
 
 def differences(one: ModelDescription, other: ModelDescription) -> list[str]:
     """Fields in which two descriptions disagree about what the weights compute, as ``name: a, b``."""
-    training_only = {"init_method_std", "required_features", "full_attention_period"}
-    found = [
+    training_only = {"init_method_std", "required_features", "full_attention_period", "vision"}
+    found = hf_vision_config.differences(one.config.vision, other.config.vision) + [
         f"{item.name}: {getattr(one.config, item.name)!r}, {getattr(other.config, item.name)!r}"
         for item in fields(KimiK3Config)
         if item.name not in training_only and getattr(one.config, item.name) != getattr(other.config, item.name)

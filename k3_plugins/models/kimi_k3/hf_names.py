@@ -2,7 +2,8 @@
 
 Every Hugging Face tensor is a box in one Megatron tensor: the whole tensor, a block of its rows (the gate and up halves
 of a gated network), or the slice of one expert. So a checkpoint is converted tensor by tensor, in either direction, and
-nothing has to be merged in memory. A feature that brings parameters adds its entries here.
+nothing has to be merged in memory. The vision tower's fused wqkv is the one tensor that is several boxes, one after the
+other. A feature that brings parameters adds its entries here.
 
 Placeholders: ``{L}`` layer (from 0 on both sides), ``{E}`` expert. Forms: how the same numbers are laid out.
 
@@ -11,6 +12,7 @@ Placeholders: ``{L}`` layer (from 0 on both sides), ``{E}`` expert. Forms: how t
     conv         [C, 1, W] <-> [C, W]
     heads        any shape of one long axis, possibly padded with zeros <-> [H]
     row          [1, d] or [d] <-> [d]
+    patch        [d, 3, P, P] <-> [d, 3*P*P]
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Literal
+from math import isqrt, prod
+from typing import TYPE_CHECKING, Literal
 
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
+from k3_plugins.vision.moonvit import hf_names as vision_names
 
-Form = Literal["plain", "vocabulary", "conv", "heads", "row"]
-Applies = Literal["model", "kda", "mla", "dense", "moe", "layer"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Form = Literal["plain", "vocabulary", "conv", "heads", "row", "patch"]
+Applies = Literal["model", "kda", "mla", "dense", "moe", "layer", "vision", "vision block"]
 
 PREFIX = "model."
 MULTIMODAL_PREFIX = "language_model."
@@ -35,16 +41,18 @@ class Entry:
     """One line of the table."""
 
     hf: str
-    """Name after ``model.`` (``model.layers.{L}.`` unless it applies to the model)."""
+    """Name after ``model.`` (``model.layers.{L}.`` unless it applies to the model); the vision encoder's are whole."""
     megatron: str
     """Key in the distributed checkpoint (after ``decoder.layers.{L}.`` unless it applies to the model)."""
     applies: Applies
-    """The model as a whole, every layer, or the layers of one kind."""
+    """The model as a whole, every layer, the layers of one kind, or the vision encoder."""
     form: Form = "plain"
     block: tuple[int, int] = (0, 1)
     """Which of how many equal blocks of rows of the Megatron tensor this is."""
     needs: str | None = None
     """What the description must have; see ``_PRESENT``."""
+    part: tuple[int, int] = (0, 1)
+    """Which of how many equal blocks of rows of the Hugging Face tensor this is."""
     also: str | None = None
     """Another name under which the tensor is found (what ``transformers`` writes)."""
 
@@ -137,11 +145,34 @@ TABLE: tuple[Entry, ...] = (
     ),
 )
 
+_ENCODER = "vision_model."
+_VISION_FORMS: dict[str, Form] = {"patch_embedding.weight": "patch"}
+_VISION_NEEDS = {"projector.post_norm.weight": "post norm", "projector.pre_norm.weight": "pre norm"}
+VISION_TABLE: tuple[Entry, ...] = (
+    *(
+        Entry(hf, _ENCODER + ours, "vision", _VISION_FORMS.get(ours, "plain"), needs=_VISION_NEEDS.get(ours))
+        for hf, ours in vision_names.FIXED.items()
+    ),
+    *(
+        Entry(f"{vision_names.BLOCK_PREFIX}{{L}}.{hf}", f"{_ENCODER}blocks.{{L}}.{ours}", "vision block")
+        for hf, ours in vision_names.BLOCK.items()
+    ),
+    *(
+        Entry(
+            f"{vision_names.BLOCK_PREFIX}{{L}}.{vision_names.WQKV}",
+            f"{_ENCODER}blocks.{{L}}.{ours}",
+            "vision block",
+            part=(index, len(vision_names.FUSED)),
+        )
+        for index, ours in enumerate(vision_names.FUSED)
+    ),
+)
+
 STATISTICS = re.compile(r".*_res\.source_weights|.*\.local_tokens_per_expert|.*\.cutoff.*")
 """Megatron tensors that are statistics of a run: not exported, zero on import."""
 
-WITHOUT_TABLE = {"vision_tower.": "moonvit", "mm_projector.": "moonvit"}
-"""Prefixes of tensors that need a feature whose parameters this table does not hold yet."""
+VISION = ("vision_tower.", "mm_projector.")
+"""Prefixes of the vision encoder's tensors."""
 
 
 def _present(needs: str | None, description: ModelDescription) -> bool:
@@ -158,6 +189,8 @@ def _present(needs: str | None, description: ModelDescription) -> bool:
         "latent experts": config.moe_latent_size is not None,
         "latent norm": config.moe_latent_size is not None and description.latent_norm,
         "attention residuals": config.attn_res_block_size is not None,
+        "post norm": config.vision is not None and config.vision.moonvit_projector_norm == "post",
+        "pre norm": config.vision is not None and config.vision.moonvit_projector_norm == "pre",
     }[needs]
 
 
@@ -199,13 +232,26 @@ class Place:
         return tuple(offset), tuple(shape)
 
     def hf_shape(self, box: Sequence[int]) -> tuple[int, ...]:
-        """The tensor's shape in a Hugging Face checkpoint (``heads``: without padding)."""
+        """The box's shape in a Hugging Face checkpoint (``heads``: without padding)."""
         shape = tuple(box[1:] if self.expert is not None else box)
         if self.entry.form == "conv":
             return (shape[0], 1, shape[1])
         if self.entry.form == "row":
             return (1, *shape)
+        if self.entry.form == "patch":
+            edge = isqrt(shape[1] // 3)
+            return (shape[0], 3, edge, edge)
         return shape
+
+    def whole_shape(self, box: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the tensor that holds the box."""
+        rows, *rest = self.hf_shape(box)
+        return (rows * self.entry.part[1], *rest)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The part of a Hugging Face tensor that this place holds."""
+        index, count = self.entry.part
+        return tensor if count == 1 else tensor.chunk(count)[index]
 
     def fits(self, found: Sequence[int], box: Sequence[int]) -> bool:
         """Whether a tensor of this shape can be read into the box."""
@@ -213,11 +259,11 @@ class Place:
             return prod(found) == max(found) >= prod(box)  # one long axis, at least as long as the heads
         if self.entry.form == "row" and tuple(found) == tuple(box):
             return True
-        return tuple(found) == self.hf_shape(box)
+        return tuple(found) == self.whole_shape(box)
 
 
 def places(description: ModelDescription, prefix: str = "") -> Iterator[Place]:
-    """Every tensor of a model, in the order of the layers.
+    """Every tensor of a model, in the order of the layers, then those of the vision encoder.
 
     Args:
         description: the model.
@@ -245,6 +291,15 @@ def places(description: ModelDescription, prefix: str = "") -> Iterator[Place]:
                 continue
             for expert in range(config.num_experts or 0):
                 yield Place(f"{base}{entry.hf.format(E=expert)}", key, entry, expert)
+    if config.vision is None:
+        return
+    for entry in VISION_TABLE:
+        if entry.applies == "vision" and _present(entry.needs, description):
+            yield Place(entry.hf, entry.megatron, entry)
+    for block in range(config.vision.moonvit_num_layers):
+        for entry in VISION_TABLE:
+            if entry.applies == "vision block":
+                yield Place(entry.hf.format(L=block), entry.megatron.format(L=block), entry)
 
 
 RUNTIME_NAMES = re.compile(r"\.experts\.(gate_up_proj|down_proj)$|\.self_attn\.conv1d\.|\.forget_gate\.")
@@ -260,9 +315,8 @@ def refuse_unknown(names: Iterable[str], missing: Sequence[str], unexpected: Seq
     if not missing and not unexpected:
         return
     lines = []
-    needed = {feature for name in unexpected for start, feature in WITHOUT_TABLE.items() if name.startswith(start)}
-    for feature in sorted(needed):
-        lines.append(f"tensors of the feature {feature!r} are there, and its names cannot be converted yet")
+    if not any(name.startswith(VISION) for name in missing) and any(name.startswith(VISION) for name in unexpected):
+        lines.append("tensors of a vision encoder are there that config.json, in its vision_config, does not describe")
     lines += _listing("missing from the checkpoint", missing) + _listing("not part of the model", unexpected)
     if any(RUNTIME_NAMES.search(name) for name in names):
         lines.append(

@@ -187,7 +187,7 @@ def check_layout(
             continue
         offset, shape = place.box(tensors[place.key], description.config.vocab_size)
         if not place.fits(weights.shape(name), shape):
-            faults.append(f"{name} has shape {weights.shape(name)}, the config asks for {place.hf_shape(shape)}")
+            faults.append(f"{name} has shape {weights.shape(name)}, the config asks for {place.whole_shape(shape)}")
         boxes.append((place, name, offset, shape))
     filled = {place.key for place, _ in found}
     empty = [key for key in tensors if key not in filled and not hf_names.STATISTICS.fullmatch(key)]
@@ -219,7 +219,7 @@ def _write(
     writer = BoxWriter(iteration)
     for place, name, offset, shape in boxes:
         whole = layout.tensors[place.key]
-        box = to_megatron(place, weights.read(name), shape)
+        box = to_megatron(place, place.rows(weights.read(name)), shape)
         writer.tensor(place.key, whole, offset, box)
         padding = whole[0] - description.config.vocab_size
         if place.entry.form == "vocabulary" and padding:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from k3_plugins.activation import Activation
+from k3_plugins.activation import Activation, current
 from k3_plugins.feature import FeatureError
 
 CPU_WORDS = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
@@ -125,13 +125,19 @@ def _flag(actions: Sequence[argparse.Action], dest: str, value: Any) -> list[str
 
 
 def build(args: Namespace) -> Any:
-    """The whole model on this process, by Megatron's builder."""
+    """The whole model on this process, by Megatron's builder; with ``moonvit`` its vision encoder too."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.gpt import GPTModelBuilder
 
     config = gpt_config_from_args(args)
-    return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    vision = current().configs.get("moonvit")
+    if vision is not None:
+        from k3_plugins.vision.training.step import attach_encoder
+
+        attach_encoder(vision)([model])
+    return model
 
 
 @dataclass(frozen=True)

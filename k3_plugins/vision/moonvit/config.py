@@ -36,7 +36,7 @@ class MoonViTConfig:
     """The projector's norm: of the tokens it hands to the language model, as published with Kimi K3, or of the
     encoder's patches before its MLP, as with Kimi K2.5."""
 
-    moonvit_norm_eps: float = 1e-5
+    moonvit_norm_eps: float = 2.0**-23
     """Added to the mean square in the encoder's norms. The published code leaves it to PyTorch, which takes 2^-23, the
     distance from 1 to the next fp32 number, also for bf16."""
 

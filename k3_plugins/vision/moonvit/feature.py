@@ -14,6 +14,12 @@ from k3_plugins.patching import Patch
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 
 DOOR = "k3_plugins.pretrain_vlm"
+TOOLS = (
+    "k3_plugins.models.kimi_k3.convert",
+    "k3_plugins.models.kimi_k3.generate",
+    "k3_plugins.vision.image_shuffle",
+)
+"""Programs that build the encoder beside the language model, but do not train."""
 
 
 class MoonViTFeature:
@@ -34,7 +40,7 @@ class MoonViTFeature:
         from k3_plugins.activation import current
 
         activation = current()
-        if activation is None or activation.door != DOOR:
+        if activation is None or activation.door not in (DOOR, *TOOLS):
             raise FeatureError(
                 f"moonvit trains through python -m {DOOR}; start that, or drop moonvit from --k3-plugins"
             )

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-_FIXED = {
+FIXED = {
+    # Hugging Face name -> parameter of the encoder
     "vision_tower.patch_embed.proj.weight": "patch_embedding.weight",
     "vision_tower.patch_embed.pos_emb.weight": "patch_embedding.positions",
     "vision_tower.encoder.final_layernorm.weight": "final_norm.weight",
@@ -23,14 +24,17 @@ _FIXED = {
     "mm_projector.proj.0.weight": "projector.linear_fc1.weight",
     "mm_projector.proj.2.weight": "projector.linear_fc2.weight",
 }
-_BLOCK = {
+BLOCK_PREFIX = "vision_tower.encoder.blocks."
+BLOCK = {
+    # the same within a block
     "norm0.weight": "norm0.weight",
     "norm1.weight": "norm1.weight",
     "wo.weight": "linear_proj.weight",
     "mlp.fc0.weight": "linear_fc1.weight",
     "mlp.fc1.weight": "linear_fc2.weight",
 }
-_FUSED = ("linear_q.weight", "linear_k.weight", "linear_v.weight")
+WQKV = "wqkv.weight"
+FUSED = ("linear_q.weight", "linear_k.weight", "linear_v.weight")
 _BLOCK_NAME = re.compile(r"vision_tower\.encoder\.blocks\.(\d+)\.(.+)")
 
 
@@ -50,15 +54,15 @@ def from_hf(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     state = {}
     for name, tensor in tensors.items():
         match = _BLOCK_NAME.fullmatch(name)
-        if name in _FIXED:
+        if name in FIXED:
             # The convolution's kernel is the linear weight: channels first, then rows.
-            state[_FIXED[name]] = tensor.flatten(1) if name.endswith("patch_embed.proj.weight") else tensor
-        elif match and match[2] == "wqkv.weight":
+            state[FIXED[name]] = tensor.flatten(1) if name.endswith("patch_embed.proj.weight") else tensor
+        elif match and match[2] == WQKV:
             if tensor.shape[0] % 3:
                 raise VisionNameError(f"{name} has {tensor.shape[0]} rows, which are not three equal parts")
-            state |= {f"blocks.{match[1]}.{part}": t for part, t in zip(_FUSED, tensor.chunk(3), strict=True)}
-        elif match and match[2] in _BLOCK:
-            state[f"blocks.{match[1]}.{_BLOCK[match[2]]}"] = tensor
+            state |= {f"blocks.{match[1]}.{part}": t for part, t in zip(FUSED, tensor.chunk(3), strict=True)}
+        elif match and match[2] in BLOCK:
+            state[f"blocks.{match[1]}.{BLOCK[match[2]]}"] = tensor
         else:
             what = "MoonViT-V2 has no biases" if name.endswith(".bias") else "MoonViT-V2 has no such tensor"
             raise VisionNameError(f"{name}: {what}")
@@ -71,8 +75,8 @@ def to_hf(state: Mapping[str, Tensor], patch_size: int) -> dict[str, Tensor]:
     Raises:
         VisionNameError: naming what is unknown or missing.
     """
-    fixed = {ours: hf for hf, ours in _FIXED.items()}
-    block = {ours: hf for hf, ours in _BLOCK.items()}
+    fixed = {ours: hf for hf, ours in FIXED.items()}
+    block = {ours: hf for hf, ours in BLOCK.items()}
     tensors: dict[str, Tensor] = {}
     fused: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.items():
@@ -82,13 +86,13 @@ def to_hf(state: Mapping[str, Tensor], patch_size: int) -> dict[str, Tensor]:
                 name == "patch_embedding.weight"
             ) else tensor  # fmt: skip
         elif match and match[2] in block:
-            tensors[f"vision_tower.encoder.blocks.{match[1]}.{block[match[2]]}"] = tensor
-        elif match and match[2] in _FUSED:
+            tensors[f"{BLOCK_PREFIX}{match[1]}.{block[match[2]]}"] = tensor
+        elif match and match[2] in FUSED:
             fused.setdefault(match[1], {})[match[2]] = tensor
         else:
             raise VisionNameError(f"{name}: no parameter of MoonViT-V2 has this name")
     for number, parts in fused.items():
-        if set(parts) != set(_FUSED):
-            raise VisionNameError(f"blocks.{number}: only {', '.join(sorted(parts))} of {', '.join(_FUSED)} are there")
-        tensors[f"vision_tower.encoder.blocks.{number}.wqkv.weight"] = torch.cat([parts[part] for part in _FUSED])
+        if set(parts) != set(FUSED):
+            raise VisionNameError(f"blocks.{number}: only {', '.join(sorted(parts))} of {', '.join(FUSED)} are there")
+        tensors[f"{BLOCK_PREFIX}{number}.{WQKV}"] = torch.cat([parts[part] for part in FUSED])
     return tensors

@@ -21,6 +21,7 @@ SIZES = {
     "moonvit_ffn_size": 20,
     "moonvit_patch_size": 2,
     "moonvit_position_grid": 5,
+    "moonvit_norm_eps": 1e-5,
 }
 TEXT_WIDTH = 10
 # An image larger than the table, a video, an image of the table's shape but for one edge, a video of two frames.

@@ -14,21 +14,34 @@ from pathlib import Path
 import torch
 
 CHUNKS = (7, 1, 20)
+DOOR = "k3_plugins.models.kimi_k3.generate"
 
 
 def main() -> None:
     checkpoint, ids_file, out = sys.argv[1:]
     from k3_plugins.models.kimi_k3 import checkpoint_model
 
-    loaded = checkpoint_model.load(Path(checkpoint), platform="cpu", door="tests")
+    loaded = checkpoint_model.load(Path(checkpoint), platform="cpu", door=DOOR)
     ids = torch.load(ids_file)
     vocab = loaded.args.vocab_size
     logits = forward(loaded.model, ids)[..., :vocab]
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-    loss.backward()
+    (loss + encoded_image(loaded.model)).backward()
     gradients = published_gradients(loaded)
     result = {"logits": logits.detach(), "gradients": gradients, "generation": generation(loaded.model, ids, vocab)}
     torch.save(result, out)
+
+
+def encoded_image(model) -> torch.Tensor:
+    """A weighted sum of the tokens of a random image, so that the vision encoder gets gradients too; 0 without one."""
+    if not hasattr(model, "vision_model"):
+        return torch.zeros(())
+    from k3_plugins.vision.moonvit.geometry import Clip
+
+    generator = torch.Generator().manual_seed(3)
+    width = 3 * model.vision_model.vit.moonvit_patch_size**2
+    tokens = model.vision_model(torch.rand(24, width, generator=generator) * 2 - 1, [Clip(1, 4, 6)])
+    return (tokens * torch.randn(tokens.shape, generator=generator)).sum()
 
 
 def forward(model, ids):
@@ -56,14 +69,15 @@ def published_gradients(loaded) -> dict[str, torch.Tensor]:
             target[box] = item.data.detach().view(local)
     description = export_hf.describe(loaded.saved, manifest.find(str(loaded.iteration.parent)).manifest)
     _, spelling = hf_folder.read_sidecar(loaded.iteration)
-    gradients = {}
+    gradients: dict[str, torch.Tensor] = {}
     for place in hf_names.places(description, spelling.prefix):
         if place.key.endswith("expert_bias"):
             continue  # not trained by gradients
         name = place.others[0] if place.entry.hf in spelling.also else place.hf
         offset, shape = place.box(whole[place.key].shape, description.config.vocab_size)
         box = whole[place.key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
-        gradients[name] = export_hf.from_megatron(place, name, box, spelling).clone()
+        part = export_hf.from_megatron(place, name, box, spelling).clone()
+        gradients[name] = torch.cat([gradients[name], part]) if name in gradients else part
     return gradients
 
 

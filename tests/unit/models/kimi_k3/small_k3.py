@@ -1,7 +1,8 @@
 """A small folder in the form of the published K3 checkpoint: names, packing and padding written out independently.
 
 Everything K3 has and Kimi-Linear lacks: prefix ``language_model.``, nested config, ``A_log`` padded with zeros, packed
-MXFP4 experts in latent space, attention residuals, query latents, full-rank gates, SiTU, two shards with an index.
+MXFP4 experts in latent space, attention residuals, query latents, full-rank gates, SiTU, a vision tower with its
+projector, two shards with an index.
 """
 
 from __future__ import annotations
@@ -17,11 +18,39 @@ KDA_HEADS, K, A_LOG_ENTRIES, W = 3, 32, 4, 4
 HEADS, Q_LORA, KV_LORA, NOPE, SHARED_KEY, V = 2, 16, 24, 8, 4, 8
 DENSE, EXPERTS, LATENT, FFN, SHARED_EXPERTS = 96, 4, 32, 64, 2
 FULL = (4, 5)  # counted from 1
+VISION_D, VISION_BLOCKS, VISION_HEADS, VISION_HEAD, VISION_FFN, PATCH, GRID = 24, 2, 2, 8, 20, 4, 5
 
 CONFIG = {
     "model_type": "kimi_k3",
     "architectures": ["KimiK3ForConditionalGeneration"],
     "media_placeholder_token_id": 99,
+    "vision_config": {
+        "_attn_implementation": "flash_attention_2",
+        "activation_func": "gelu_pytorch_tanh",
+        "attn_bias": False,
+        "init_pos_emb_height": GRID,
+        "init_pos_emb_time": 4,
+        "init_pos_emb_width": GRID,
+        "linear_bias": False,
+        "merge_kernel_size": [2, 2],
+        "merge_type": "sd2_tpool",
+        "mlp_type": "mlp2",
+        "mm_hidden_size": VISION_D,
+        "mm_projector_type": "patchmergerv2",
+        "norm_type": "rmsnorm",
+        "patch_embed_proj_bias": False,
+        "patch_size": PATCH,
+        "pos_emb_interpolation_mode": "bilinear",
+        "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-05,
+        "qkv_hidden_size": VISION_HEADS * VISION_HEAD,
+        "text_hidden_size": D,
+        "vt_hidden_size": VISION_D,
+        "vt_intermediate_size": VISION_FFN,
+        "vt_num_attention_heads": VISION_HEADS,
+        "vt_num_hidden_layers": VISION_BLOCKS,
+    },
     "text_config": {
         "model_type": "kimi_linear",
         "dtype": "float32",
@@ -127,11 +156,38 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     return {f"language_model.{name}": shape for name, shape in shapes.items()}
 
 
-def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def _vision_shapes() -> dict[str, tuple[int, ...]]:
+    inner = VISION_HEADS * VISION_HEAD
+    shapes = {
+        "vision_tower.patch_embed.proj.weight": (VISION_D, 3, PATCH, PATCH),
+        "vision_tower.patch_embed.pos_emb.weight": (GRID, GRID, VISION_D),
+        "vision_tower.encoder.final_layernorm.weight": (VISION_D,),
+        "mm_projector.proj.0.weight": (4 * VISION_D, 4 * VISION_D),
+        "mm_projector.proj.2.weight": (D, 4 * VISION_D),
+        "mm_projector.post_norm.weight": (D,),
+    }
+    for block in range(VISION_BLOCKS):
+        own = {
+            "norm0.weight": (VISION_D,),
+            "norm1.weight": (VISION_D,),
+            "wqkv.weight": (3 * inner, VISION_D),
+            "wo.weight": (VISION_D, inner),
+            "mlp.fc0.weight": (VISION_FFN, VISION_D),
+            "mlp.fc1.weight": (VISION_D, VISION_FFN),
+        }
+        shapes |= {f"vision_tower.encoder.blocks.{block}.{name}": shape for name, shape in own.items()}
+    return shapes
+
+
+TEXT_CONFIG = {name: value for name, value in CONFIG.items() if name != "vision_config"}
+"""Of the same model without its vision tower."""
+
+
+def tensors(seed: int = 0, vision: bool = True) -> dict[str, torch.Tensor]:
     """Random values for every tensor of the folder."""
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for name, shape in _shapes().items():
+    for name, shape in (_shapes() | (_vision_shapes() if vision else {})).items():
         value = torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.3)
         if name.endswith("norm.weight"):
             value += 1
@@ -148,11 +204,13 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def write(folder: Path, values: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+def write(
+    folder: Path, values: dict[str, torch.Tensor] | None = None, vision: bool = True
+) -> dict[str, torch.Tensor]:
     """Write the folder: two shards that split layers, experts and packed pairs, and their index."""
-    values = tensors() if values is None else values
+    values = tensors(vision=vision) if values is None else values
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG if vision else TEXT_CONFIG))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     names = sorted(values)
     files = {"model-00001-of-00002.safetensors": names[0::2], "model-00002-of-00002.safetensors": names[1::2]}

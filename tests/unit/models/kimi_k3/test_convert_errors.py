@@ -47,10 +47,25 @@ def test_unexpected_tensors_are_listed(tmp_path):
     assert "not part of the model (1)" in message and extra in message
 
 
-def test_vision_weights_name_the_feature(tmp_path):
-    extra = "vision_tower.encoder.blocks.0.attn.weight"
-    message = refused(with_values(tmp_path, lambda v: v.update({extra: torch.ones(4)})), tmp_path / "out")
-    assert "'moonvit'" in message and extra in message
+def test_vision_tensors_are_checked_name_by_name(tmp_path):
+    extra, gone = "vision_tower.encoder.blocks.0.wqkv.bias", "mm_projector.post_norm.weight"
+
+    def change(values):
+        values[extra] = torch.ones(4)
+        del values[gone]
+
+    message = refused(with_values(tmp_path, change), tmp_path / "out")
+    assert "missing from the checkpoint (1)" in message and gone in message
+    assert "not part of the model (1)" in message and extra in message
+
+
+def test_a_vision_tower_without_its_config_is_refused(tmp_path):
+    small_k3.write(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del config["vision_config"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    message = refused(tmp_path / "hf", tmp_path / "out")
+    assert "tensors of a vision encoder are there that config.json, in its vision_config, does not describe" in message
 
 
 def test_missing_features_are_named(tmp_path, monkeypatch):
@@ -175,9 +190,9 @@ def _k3():
 
 
 def test_every_tensor_has_one_box_and_no_two_overlap():
-    """Names are unique, and the boxes of one Megatron tensor are disjoint."""
+    """Parts of a Hugging Face tensor are disjoint, and so are the boxes of one Megatron tensor."""
     places = list(hf_names.places(_k3(), hf_names.MULTIMODAL_PREFIX))
-    assert len({place.hf for place in places}) == len(places)
+    assert len({(place.hf, place.entry.part) for place in places}) == len(places)
     boxes = [(place.key, place.expert, place.entry.block) for place in places]
     assert len(set(boxes)) == len(boxes)
     logical = {name.removesuffix("_packed").removesuffix("_scale") for name in small_k3.tensors()}

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from k3_plugins.models.kimi_k3 import hf_config
-from k3_plugins.models.kimi_k3.config import KIMI_K3, KIMI_LINEAR, expert_pattern
+from k3_plugins.models.kimi_k3.config import KIMI_K3, KIMI_K3_SMALL, KIMI_LINEAR, expert_pattern
 from k3_plugins.models.kimi_k3.hf_config import ConversionError, ModelDescription
+from tests.unit.models.kimi_k3 import small_k3
 
 # Fields and values of the published Kimi-Linear-48B-A3B configuration.
 PUBLISHED = {
@@ -71,9 +72,25 @@ def test_published_config_is_the_preset():
     assert all(name in notes[-1] for name in ("rope_theta", "head_dim", "auto_map"))
 
 
-def k3_description():
+# Fields and values of the published Kimi-K3 vision_config.
+PUBLISHED_VISION = {
+    **small_k3.CONFIG["vision_config"],
+    "init_pos_emb_height": 64,
+    "init_pos_emb_width": 64,
+    "mm_hidden_size": 1024,
+    "patch_size": 14,
+    "qkv_hidden_size": 1536,
+    "text_hidden_size": 7168,
+    "vt_hidden_size": 1024,
+    "vt_intermediate_size": 4096,
+    "vt_num_attention_heads": 12,
+    "vt_num_hidden_layers": 27,
+}
+
+
+def k3_description(vision=None):
     return ModelDescription(
-        config=dataclasses.replace(KIMI_K3, required_features=("kda", "gated-mla")),
+        config=dataclasses.replace(KIMI_K3, required_features=("kda", "gated-mla"), vision=vision),
         attention_pattern=tuple(KIMI_K3.attention_pattern),
         moe_pattern=tuple(expert_pattern(93, 1)),
         dtype="bfloat16",
@@ -88,16 +105,74 @@ def k3_description():
         k3_description(),
         dataclasses.replace(k3_description(), situ_betas=(3.0, 20.0), latent_norm=False),
         dataclasses.replace(k3_description(), attention_pattern=(0,) * 46 + (1,) * 47),
+        k3_description(KIMI_K3.vision),
+        k3_description(
+            dataclasses.replace(KIMI_K3_SMALL.vision, moonvit_projector_norm="pre", moonvit_interpolation="bicubic")
+        ),
     ],
-    ids=["kimi-linear", "k3", "k3 other activation", "other pattern"],
+    ids=["kimi-linear", "k3", "k3 other activation", "other pattern", "k3 with vision", "another encoder"],
 )
 def test_written_and_read_it_is_the_same(description):
     values = hf_config.write(description)
     again, _ = hf_config.read(values)
     assert hf_config.differences(again, description) == []
     assert (again.dtype, again.context_length) == (description.dtype, description.context_length)
-    nested, _ = hf_config.read({"model_type": "kimi_k3", "text_config": values, "vision_config": {"hidden_size": 1024}})
-    assert nested == again
+    if description.config.vision is None:
+        nested, _ = hf_config.read({"model_type": "kimi_k3", "text_config": values})
+        assert nested == again
+
+
+def with_vision(**changes):
+    vision = {name: value for name, value in {**PUBLISHED_VISION, **changes}.items() if value is not None}
+    return {"text_config": hf_config.write(k3_description()), "vision_config": vision}
+
+
+def test_the_published_vision_config_is_the_preset():
+    description, _ = hf_config.read(with_vision())
+    assert description.config.vision == KIMI_K3.vision
+    assert description.features == ("kda", "gated-mla", "attnres", "latent-moe", "moonvit")
+    assert description.arguments()["moonvit_head_dim"] == 128
+    again, _ = hf_config.read(hf_config.write(description))
+    assert hf_config.differences(description, again) == []
+    other, _ = hf_config.read(with_vision(vt_num_hidden_layers=26))
+    assert hf_config.differences(description, other) == ["moonvit_num_layers: 27, 26"]
+    text_alone, _ = hf_config.read(with_vision()["text_config"])
+    assert hf_config.differences(description, text_alone) == ["vision encoder: MoonViT-V2, none"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vt_hidden_size": None}, "vision_config.vt_hidden_size is missing"),
+        ({"vt_num_hidden_layers": 2.5}, "vision_config.vt_num_hidden_layers is 2.5, not a whole number"),
+        ({"norm_type": None}, "vision_config.norm_type is missing; only 'rmsnorm' can be converted"),
+        ({"norm_type": "layernorm"}, "vision_config.norm_type is 'layernorm'"),
+        ({"attn_bias": True}, "vision_config.attn_bias is True"),
+        ({"merge_kernel_size": [4, 4]}, "vision_config.merge_kernel_size is [4, 4]"),
+        ({"qkv_hidden_size": 1530}, "qkv_hidden_size 1530 is not vt_num_attention_heads 12 times a multiple of 4"),
+        ({"init_pos_emb_width": 32}, "the table must be square"),
+        ({"pos_emb_interpolation_mode": "nearest"}, "pos_emb_interpolation_mode is 'nearest'"),
+        ({"mm_projector_type": "linear"}, "mm_projector_type is 'linear'; known are patchmergerv2, patchmerger"),
+        ({"text_hidden_size": 4096}, "vision_config.text_hidden_size is 4096, and the model has 7168"),
+        ({"deepstack": [3]}, "vision_config.deepstack is a field this converter does not know"),
+    ],
+)
+def test_vision_configs_that_cannot_be_converted_are_named(changes, says):
+    with pytest.raises(ConversionError) as error:
+        hf_config.read(with_vision(**changes))
+    assert says in str(error.value)
+
+
+def test_an_unknown_field_of_the_vision_config_can_be_declared_harmless():
+    assert hf_config.read(with_vision(deepstack=[3]), ignore=["vision_config.deepstack"])
+    with pytest.raises(ConversionError, match="vision_config is 3, not a table of fields"):
+        hf_config.read({**with_vision(), "vision_config": 3})
+
+
+def test_norms_that_the_published_config_cannot_describe_are_refused():
+    vision = dataclasses.replace(KIMI_K3.vision, moonvit_norm_eps=1e-5)
+    with pytest.raises(ConversionError, match="--moonvit-norm-eps is 1e-05; the published config has no field"):
+        hf_config.write(k3_description(vision))
 
 
 def test_k3_needs_its_features():

@@ -29,7 +29,7 @@ TRAINING = """
 def trained(tmp_path_factory):
     """The published folder (packed), imported, trained for two steps with the feature added, exported twice."""
     root = tmp_path_factory.mktemp("qat")
-    published = small_k3.write(root / "hf")
+    published = small_k3.write(root / "hf", vision=False)
     log = launch(CONVERT, ["--from-hf", root / "hf", "--to", root / "imported"], timeout=300).logs[0]
     words = shlex.split(log.split("use:\n")[1].splitlines()[0])
     features = f"{words[words.index('--k3-plugins') + 1]},mxfp4-qat"
@@ -62,7 +62,7 @@ def test_export_has_the_published_names_shapes_and_types(trained):
     assert exported.keys() == published.keys()
     for name, value in published.items():
         assert exported[name].shape == value.shape and exported[name].dtype == value.dtype, name
-    assert json.loads((root / "packed" / "config.json").read_text()) == small_k3.CONFIG
+    assert json.loads((root / "packed" / "config.json").read_text()) == small_k3.TEXT_CONFIG
 
 
 def test_packed_weights_are_the_training_values_bit_for_bit(trained):
