@@ -116,6 +116,12 @@ BUILT_IN: tuple[FeatureEntry, ...] = (
         "k3_plugins/vision/moonvit",
     ),
     FeatureEntry(
+        "vision-bubble",
+        "k3_plugins.pipeline_parallel.vision_bubble.feature",
+        "the vision encoder's work in the bubbles of the text pipeline, on all of its ranks",
+        "k3_plugins/pipeline_parallel/vision_bubble",
+    ),
+    FeatureEntry(
         "dynamic-cp",
         "k3_plugins.vision.dynamic_cp.feature",
         "the vision encoder's work divided over context-parallel ranks, large images and videos split",

@@ -11,7 +11,7 @@ Letters: N patches, M tokens of all clips, d encoder width, D width of the langu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.geometry import MERGE, Clip, Piece, check_batch
 from k3_plugins.vision.moonvit.packed import Packed
 from k3_plugins.vision.moonvit.positions import rotation_angles, table_positions
+
+Between = Callable[[int, Tensor], Tensor]
 
 
 def transformer_config(config: MoonViTConfig, text: TransformerConfig) -> TransformerConfig:
@@ -180,18 +182,24 @@ class MoonViT(MegatronModule):
             return patches.new_zeros(0, self.projector.linear_fc2.output_size, dtype=self.config.params_dtype)
         return self.encode_packed(patches, Packed(clips))
 
-    def encode_packed(self, patches: Tensor, packed: Packed) -> Tensor:
+    def encode_packed(self, patches: Tensor, packed: Packed, between: Between | None = None) -> Tensor:
         """Encode the rows that ``packed`` describes: ``[N, 3*P*P]`` to ``[M, D]``."""
-        return self.projector(packed.merge(self.encode(patches, packed)))
+        return self.projector(packed.merge(self.encode(patches, packed, between)))
 
-    def encode(self, patches: Tensor, packed: Packed) -> Tensor:
-        """``[N, 3*P*P]`` to ``[N, d]``, the final norm included."""
+    def encode(self, patches: Tensor, packed: Packed, between: Between | None = None) -> Tensor:
+        """``[N, 3*P*P]`` to ``[N, d]``, the final norm included.
+
+        Args:
+            between: called ahead of every block with its number and ``[N, d]``; the block gets what it returns.
+        """
         self.patches_encoded += len(patches)
         x = self.patch_embedding(patches, packed.pieces)
         angles = rotation_angles(packed.pieces, self.config.kv_channels, x.device)
         compute = torch.promote_types(x.dtype, torch.float32)
         cos, sin = angles.cos().to(compute), angles.sin().to(compute)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            if between is not None:
+                x = between(number, x)
             if self.vit.moonvit_recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, packed, use_reentrant=False)
             else:

@@ -83,7 +83,8 @@ class MoonViTFeature:
         layers = sum(len(encoder.blocks) for encoder in encoders if encoder is not None)
         if not any(encoder is not None for encoder in encoders):
             return Witness("no encoder on this pipeline stage", ok=True)
-        divided = "dynamic-cp" in current().names  # a rank may be left without a piece; that feature's witness tells
+        # Then a rank may be left without a piece; those features' witnesses tell.
+        divided = not {"dynamic-cp", "vision-bubble"}.isdisjoint(current().names)
         return Witness(
             f"{layers} encoder blocks, {patches} patches encoded",
             ok=patches > 0 or step.images_seen == 0 or divided,

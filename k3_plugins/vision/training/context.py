@@ -59,7 +59,8 @@ def encode_images(encoder: MoonViT, row: dict[str, Tensor]) -> tuple[Tensor, Ten
     """The image tokens in this rank's slice of the sequence; with ``dynamic-cp`` collective over the slices' ranks.
 
     Args:
-        row: of the data set, with a dimension of 1 in front, not cut.
+        row: of the data set, with a dimension of 1 in front, not cut; with ``images`` ``[M, d]`` if they are encoded
+            already.
 
     Returns:
         tokens ``[m, d]`` and their places ``[m]`` in the slice.
@@ -67,12 +68,16 @@ def encode_images(encoder: MoonViT, row: dict[str, Tensor]) -> tuple[Tensor, Ten
     from k3_plugins.activation import current
 
     clips = [Clip(*clip) for clip in row["clips"][0].tolist()]
-    patches, positions = row["patches"][0], row["image_positions"][0]
+    positions = row["image_positions"][0]
     group = mpu.get_context_parallel_group()
+    encoded = row.get("images")
+    patches = row["patches"][0] if encoded is None else None
     if group.size() == 1:
-        return encoder(patches, clips), positions
+        return encoder(patches, clips) if encoded is None else encoded, positions
     found = places(positions.tolist(), row["position_ids"].shape[1], group.size())
-    mine, here = (torch.from_numpy(part).to(patches.device) for part in found[group.rank()])
+    mine, here = (torch.from_numpy(part).to(positions.device) for part in found[group.rank()])
+    if encoded is not None:
+        return encoded[mine], here
     activation = current()
     if activation is None or "dynamic-cp" not in activation.names:
         return encoder(patches, clips)[mine], here

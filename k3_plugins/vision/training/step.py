@@ -8,6 +8,7 @@ tokens of the micro-batch.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
+from k3_plugins.activation import current
 from k3_plugins.failure import fail
 from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
@@ -37,17 +39,34 @@ images_seen = 0
 
 
 def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook for Megatron's model builder: the first stage gets the encoder as a submodule."""
+    """A pre-wrap hook for Megatron's model builder: the first stage gets the encoder as a submodule.
+
+    With ``vision-bubble`` the other pipeline ranks build one beside the model, which takes the first stage's weights.
+    """
 
     def attach(models: list[Any]) -> list[Any]:
+        encoder = None
         for model in models:
             if model.pre_process:
                 encoder = MoonViT(config, model.config)
                 encoder.requires_grad_(not config.moonvit_frozen)
                 setattr(model, ENCODER, encoder)
+        if _in_bubbles():
+            from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
+
+            if encoder is None:
+                text = copy.copy(models[0].config)
+                text.perform_initialization = False  # nor draw random numbers that the text's dropout would get
+                encoder = MoonViT(config, text)
+            RUNTIME.encoder = encoder
         return models
 
     return attach
+
+
+def _in_bubbles() -> bool:
+    activation = current()
+    return activation is not None and "vision-bubble" in activation.names
 
 
 def dataset_provider(
@@ -59,24 +78,29 @@ def dataset_provider(
         args = get_args()
         first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
         needed = is_first_or_last_pipeline_stage(vp_stage)
+        in_bubbles = _in_bubbles()
+        if in_bubbles:  # one reader for all chunks of every rank; images are read where they are encoded
+            needed = vp_stage in (None, 0)
 
         def rows(folder: str | None, flag: str, count: int | None, seed: int | None) -> PairRows | None:
             if folder is None or not count:
                 return None
             pairs = find_pairs(folder, config, suffix, flag, text_alone)
-            data = PairRows(pairs, count, args.seq_length, config, seed, images=first)
+            data = PairRows(pairs, count, args.seq_length, config, seed, images=first and not in_bubbles)
             if first:
                 print_rank_0(f"> {flag} {folder}: {len(pairs)} pairs, {len(data)} rows of {args.seq_length} tokens")
             return data if needed else None
 
         try:
-            return (
-                rows(train, "--vision-data", sizes[0], args.seed),
-                rows(valid, "--vision-valid-data", sizes[1], None),
-                None,
-            )
+            training = rows(train, "--vision-data", sizes[0], args.seed)
+            validation = rows(valid, "--vision-valid-data", sizes[1], None)
         except FeatureError as error:
             fail(str(error), at_once=args.world_size > 1)
+        if in_bubbles and needed:
+            from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
+
+            RUNTIME.sources = {False: training, True: validation}
+        return training, validation, None
 
     datasets.is_distributed = True  # Megatron then calls it on every rank
     return datasets

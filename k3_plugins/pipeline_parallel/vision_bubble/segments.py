@@ -1,0 +1,62 @@
+"""An encoder forward that is cut between layers, so that its backward runs piece by piece.
+
+    encoding = Encoding(encoder, patches, clips, pieces=3)
+    encoding.images                     # [M, D], to be detached by whoever uses it
+    encoding.backward(0, gradient)      # the last layers and the projector
+    encoding.backward(1, None)
+    encoding.backward(2, None)          # the first layers and the patch embedding
+
+Letters: N patches and M tokens of the micro-batch, P edge of a patch, D width of the language model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from k3_plugins.vision.moonvit.encoder import MoonViT
+from k3_plugins.vision.moonvit.geometry import Clip, check_batch
+from k3_plugins.vision.moonvit.packed import Packed
+
+
+def cuts(layers: int, pieces: int) -> tuple[int, ...]:
+    """The layers ahead of which a forward is cut so that ``pieces`` nearly equal, non-empty parts result."""
+    if not 1 <= pieces <= layers:
+        raise ValueError(f"{layers} encoder layers cannot be split into {pieces} pieces")
+    return tuple(layers * piece // pieces for piece in range(1, pieces))
+
+
+class Encoding:
+    """The forward of one micro-batch's images, with everything its backward needs.
+
+    Args:
+        encoder: with parameters that collect their own gradients.
+        patches: ``[N, 3*P*P]``.
+        clips: their grids, at least one.
+        pieces: of the backward; at most the number of layers.
+    """
+
+    def __init__(self, encoder: MoonViT, patches: Tensor, clips: Sequence[Clip], pieces: int) -> None:
+        check_batch(patches, clips, encoder.vit)
+        places = cuts(len(encoder.blocks), pieces)
+        self._cuts: list[tuple[Tensor, Tensor]] = []  # output of one part, the leaf that the next one starts with
+
+        def between(layer: int, x: Tensor) -> Tensor:
+            if layer not in places:
+                return x
+            leaf = x.detach().requires_grad_()
+            self._cuts.append((x, leaf))
+            return leaf
+
+        self.images = encoder.encode_packed(patches, Packed(clips), between)
+        self._left: Tensor | None = self.images
+
+    def backward(self, piece: int, gradient: Tensor | None) -> None:
+        """Run one piece; they must come in order, the first with the gradient of ``images``."""
+        if piece:
+            self._left, leaf = self._cuts.pop()
+            gradient = leaf.grad
+        torch.autograd.backward(self._left, gradient)
+        self._left = None
