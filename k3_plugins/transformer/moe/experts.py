@@ -80,7 +80,10 @@ class GroupedExperts(MegatronModule):
         shape = (self.num_local_experts, rows, columns)
         weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
-        weight.allreduce = self.config.expert_model_parallel_size == 1  # else reduced over the expert-DP group
+        # Reduced over the expert-DP group wherever that is another one: as Megatron's parallel linear layers are.
+        config = self.config
+        own_group = config.expert_model_parallel_size > 1
+        weight.allreduce = not (own_group or config.expert_tensor_parallel_size != config.tensor_model_parallel_size)
         return weight
 
     def reset_parameters(self) -> None:
