@@ -44,6 +44,12 @@ def check_sizes(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1 and name not in skipped:
             raise FeatureError(f"{_flag(name)} {value} must be at least 1")
+    tensor = args.tensor_model_parallel_size
+    if args.num_experts is not None and tensor > 1 and not args.sequence_parallel and not args.skip_train:
+        raise FeatureError(
+            f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tensor}: Megatron trains MoE layers"
+            " under tensor parallelism with sequence parallelism only; add --sequence-parallel"
+        )
 
 
 def check_derived_sizes(args: Namespace) -> None:

@@ -20,6 +20,9 @@ SIZES = dict(
     train_iters=None,
     train_samples=None,
     skip_train=False,
+    num_experts=None,
+    tensor_model_parallel_size=1,
+    sequence_parallel=False,
 )
 
 
@@ -31,6 +34,10 @@ SIZES = dict(
         ({"seq_length": 0}, "--seq-length 0 must be at least 1"),
         ({"train_iters": 0}, "--train-iters 0 must be at least 1"),
         ({"num_layers": -1}, "--num-layers -1 must be at least 1"),
+        (
+            {"num_experts": 8, "tensor_model_parallel_size": 2},
+            "--num-experts 8 with --tensor-model-parallel-size 2: .* add --sequence-parallel",
+        ),
     ],
 )
 def test_sizes(change, message):
@@ -47,6 +54,9 @@ def test_a_derived_width_of_zero_is_refused():
 def test_good_sizes():
     inputs.check_sizes(Namespace(**SIZES))
     inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))
+    experts = {**SIZES, "num_experts": 8, "tensor_model_parallel_size": 2}
+    inputs.check_sizes(Namespace(**{**experts, "sequence_parallel": True}))
+    inputs.check_sizes(Namespace(**{**experts, "skip_train": True}))
 
 
 @pytest.mark.parametrize(
