@@ -39,6 +39,7 @@ def contents(activation: Activation, iteration: int) -> dict[str, Any]:
         "megatron": activation.megatron_version,
         "iteration": iteration,
         "model": dict(activation.model),
+        "layout": dict(activation.layout),
         "features": {
             feature.name: {
                 "changes_parameters": feature.changes_parameters,
@@ -317,6 +318,31 @@ def _check_optimizer(found: Found, active: Sequence[str]) -> None:
         )
 
 
+def _check_expert_optimizer(found: Found, args: Any, activation: Activation) -> None:
+    """Experts that are reduced over ranks of their own have an optimizer of their own, which Megatron does not add."""
+    saved, now = found.manifest.get("layout"), activation.layout
+    if not saved or not now or args.num_experts is None:
+        return
+    before, after = _experts_apart(saved), _experts_apart(now)
+    if before != after:
+        sizes = [(name, saved[name], now[name]) for name in _EXPERT_SIZES if saved[name] != now[name]]
+        flags = ", ".join(f"--{name.replace('_', '-')} {new} (saved with {old})" for name, old, new in sizes)
+        raise FeatureError(
+            f"{flags}: checkpoint {found.folder} holds {'an' if before else 'no'} optimizer of the experts' own, and "
+            f"Megatron {'needs one' if after else 'has none'} with these sizes. Keep the sizes, or load the weights "
+            "alone with --no-load-optim"
+        )
+
+
+_EXPERT_SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size", "tensor_model_parallel_size")
+
+
+def _experts_apart(layout: Mapping[str, Any]) -> bool:
+    """Whether gradients of experts are reduced over other ranks than those of dense weights."""
+    expert, expert_tensor, tensor = (layout[name] for name in _EXPERT_SIZES)
+    return expert > 1 or expert_tensor != tensor
+
+
 def check_model(args: Any, activation: Activation) -> None:
     """Compare the model's sizes with those of the checkpoint that is to be loaded.
 
@@ -326,6 +352,8 @@ def check_model(args: Any, activation: Activation) -> None:
     found = _to_be_loaded(args)
     if found is None or found.manifest is None or args.moe_use_upcycling:
         return  # upcycling turns a dense checkpoint into experts
+    if not (args.no_load_optim or args.finetune or found.weights_only):
+        _check_expert_optimizer(found, args, activation)
     saved = found.manifest.get("model") or activation.model
     changed = [name for name in _MODEL_FIELDS if saved.get(name) != activation.model.get(name)]
     if changed:

@@ -161,6 +161,39 @@ def test_optimizer_state_of_a_feature_needs_the_feature_or_no_optimizer(saved, a
     manifest.refuse_without_features(load, None, optimizer=False)
 
 
+def layout(expert=1, expert_tensor=1, tensor=1):
+    return {
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": expert_tensor,
+        "tensor_model_parallel_size": tensor,
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "flag"),
+    [
+        (layout(), layout(expert=2), "--expert-model-parallel-size 2 (saved with 1)"),
+        (layout(expert=4), layout(), "--expert-model-parallel-size 1 (saved with 4)"),
+        (layout(), layout(tensor=2), "--tensor-model-parallel-size 2 (saved with 1)"),
+        (layout(expert=4), layout(expert=2), None),
+        (layout(tensor=2, expert_tensor=2), layout(), None),
+    ],
+)
+def test_experts_with_an_optimizer_of_their_own(before, after, flag, saved, activation):
+    """Megatron chains it to the other one, and its loading counts the links: a traceback on every rank."""
+    first, now = activation(8), activation(8)
+    first.layout, now.layout = before, after
+    args = arguments(saved(first), num_experts=8, moe_use_upcycling=False)
+    if flag is None:
+        manifest.check_model(args, now)
+        return
+    with pytest.raises(FeatureError) as caught:
+        manifest.check_model(args, now)
+    assert str(caught.value).startswith(flag) and "--no-load-optim" in str(caught.value)
+    for way_out in ({"no_load_optim": True}, {"finetune": True}, {"num_experts": None}):
+        manifest.check_model(Namespace(**{**vars(args), **way_out}), now)
+
+
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 
