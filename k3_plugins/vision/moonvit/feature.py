@@ -1,6 +1,6 @@
 """Feature ``moonvit``: the vision encoder in the first stage, trained by ``k3_plugins.pretrain_vlm``.
 
-Nothing is patched: Megatron's model builder has hooks, which the door uses.
+Only the throughput figure is patched: Megatron's model builder has hooks, which the door uses.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from k3_plugins.feature import FeatureError, Witness
-from k3_plugins.patching import Patch
+from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.vision.moonvit.config import MoonViTConfig
+from k3_plugins.vision.moonvit.flops import add_encoder_flops
 
 DOOR = "k3_plugins.pretrain_vlm"
 TOOLS = (
@@ -32,15 +33,25 @@ class MoonViTFeature:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """None."""
-        return ()
+        """The throughput figure; the encoder itself comes in through a hook of the model builder."""
+        return (
+            Patch(
+                id="moonvit.flops",
+                target="megatron.training.training:num_floating_point_operations",
+                kind=PatchKind.WRAP,
+                implementation=add_encoder_flops,
+                feature=self.name,
+                reason="Megatron counts the layers of the language model; the count has no seam for other modules.",
+                remove_when="model configs report their own FLOPs per token",
+            ),
+        )
 
     def validate(self, args: Namespace, config: MoonViTConfig) -> None:
         """Refuse other doors, sizes that do not fit, and layouts in which the encoder was not tried."""
         from k3_plugins.activation import current
 
         activation = current()
-        if activation is None or activation.door not in (DOOR, *TOOLS):
+        if activation is not None and activation.door not in (DOOR, *TOOLS):  # None: the doctor asks
             raise FeatureError(
                 f"moonvit trains through python -m {DOOR}; start that, or drop moonvit from --k3-plugins"
             )

@@ -27,6 +27,7 @@ from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
+from k3_plugins.vision.moonvit.flops import STEP
 from k3_plugins.vision.training.context import cut, encode_images, loss_of
 from k3_plugins.vision.training.pairs import find_pairs
 from k3_plugins.vision.training.rows import PairRows
@@ -140,7 +141,11 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel) -> tuple[Tenso
     decoder_input = None
     if gpt.pre_process:
         images_seen += row["clips"].shape[1]
-        images, places = encode_images(getattr(gpt, ENCODER), row)
+        encoder = getattr(gpt, ENCODER)
+        if gpt.training:
+            clips = row["clips"][0].tolist()
+            STEP.add(encoder.vit, gpt.config.hidden_size, clips, trained=not encoder.vit.moonvit_frozen)
+        images, places = encode_images(encoder, row)
     row = cut(row)
     if gpt.pre_process:
         decoder_input = embed(gpt, row["tokens"], row["position_ids"], images, places)

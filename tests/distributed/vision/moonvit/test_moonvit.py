@@ -52,11 +52,13 @@ def measure(rank, world, folder):
             weights = perturbed(model)
             load(model, weights, 0, 1)
             result |= one_process(model, patches, clips, weights)
+            result["flops"] = counted_flops(model, patches, clips)
             dist_checkpointing.save(model.sharded_state_dict("vision."), folder + "/tp1")
         else:
             load(model, weights, rank, tp)
             dist_checkpointing.save(model.sharded_state_dict("vision."), folder + "/tp2")
         result[f"tp{tp}"] = output_and_gradients(model, patches, clips, tp)
+        result[f"tp{tp} step flops"] = step_flops(rank, tp)
         if tp == 2:
             other = build(tp)
             state = dist_checkpointing.load(other.sharded_state_dict("vision."), folder + "/tp1")
@@ -198,6 +200,44 @@ def one_process(model, patches, clips, weights):
     except ValueError as error:
         result["mismatch"] = str(error)
     return result
+
+
+def counted_flops(model, patches, clips):
+    """What PyTorch counts in a forward pass, with attention as matrix products, and what the formula says."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from k3_plugins.vision.moonvit.flops import forward_flops
+
+    counts = []
+    for number in (len(clips), 1):  # images and videos; one image
+        rows = patches[: sum(clip.patches for clip in clips[:number])]
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            model(rows, clips[:number])
+        counts.append((counter.get_total_flops(), forward_flops(model.vit, TEXT_WIDTH, clips[:number])))
+    return counts
+
+
+def step_flops(rank, tp):
+    """The figure of two steps, over two data-parallel ranks with unlike images, or two tensor-parallel ones with the
+    same."""
+    from argparse import Namespace
+
+    from k3_plugins.vision.moonvit import flops
+    from k3_plugins.vision.moonvit.config import MoonViTConfig
+    from k3_plugins.vision.moonvit.flops import StepFlops, add_encoder_flops, forward_flops
+
+    vit, images = MoonViTConfig(**SIZES), [(1, 4, 4 + 4 * (rank if tp == 1 else 0))]
+    flops.STEP = StepFlops()
+    count = add_encoder_flops(lambda *_: 1000.0)
+    figures = []
+    for step, trained in ((8, True), (16, False)):
+        flops.STEP.add(vit, TEXT_WIDTH, images, trained)
+        flops.STEP.add(vit, TEXT_WIDTH, CLIPS, trained)
+        figures.append([count(Namespace(consumed_train_samples=step), 2) for _ in range(2)])
+    everywhere = [(1, 4, 4), (1, 4, 8)] if tp == 1 else images
+    expected = forward_flops(vit, TEXT_WIDTH, [*everywhere, *(CLIPS * (2 if tp == 1 else 1))])
+    return figures, [[1000 + 3 * expected] * 2, [1000 + expected] * 2]
 
 
 def literal(weights, patches, resample):
@@ -356,6 +396,19 @@ def test_every_parameter_has_a_gradient_without_videos(measured):
 def test_checkpoints_move_between_tensor_parallel_sizes(measured):
     assert measured[0]["tp1 into tp2"] and measured[1]["tp1 into tp2"]
     assert measured[0]["tp2 into tp1"] and measured[1]["tp2 into tp1"]
+
+
+def test_flops_are_those_that_pytorch_counts(measured):
+    for counted, formula in measured[0]["flops"]:
+        assert counted == formula > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_flops_of_a_step_are_those_of_all_ranks_images(measured, tp):
+    """Once per image, however often Megatron asks; three times the forward for a trained encoder."""
+    for rank in (0, 1):
+        figures, expected = measured[rank][f"tp{tp} step flops"]
+        assert figures == expected
 
 
 def test_batches_that_do_not_fit(measured):
