@@ -51,6 +51,9 @@ class Variant(NamedTuple):
         joint: where several ranks need equally many pieces, first share the largest experts out evenly among them.
         whole: use ``P`` pieces even where fewer would do: the largest experts that do not fill the gap alone, all they
             hold, and the smallest expert that completes them.
+        drawn: everything is drawn: which gap is next (large ones more often), how many pieces up to ``P`` fill it,
+            which of the largest experts that do not fill it alone are used up, and which one completes them. Where
+            the draw does not fill the gap, the other rules do.
         salt: not 0: a single piece comes from an expert that is drawn among those that suffice, and joint sharing blurs
             the needs. Draws are integer arithmetic on the salt, the same everywhere.
     """
@@ -64,8 +67,12 @@ class Variant(NamedTuple):
     smallest_gap: bool = False
     joint: bool = False
     whole: bool = False
+    drawn: bool = False
     salt: int = 0
 
+
+DRAWN = 384
+"""Variants in which everything is drawn: on the instances that the others miss, 1 to 25 in 100 of them succeed."""
 
 VARIANTS: tuple[Variant, ...] = (
     Variant(0, no_dip=True),
@@ -94,6 +101,8 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(1, forced=True, from_all=True, joint=True),
     *(Variant(0, joint=True, salt=salt) for salt in range(1, 65)),
     *(Variant(0, joint=True, from_all=True, salt=salt) for salt in range(65, 97)),
+    # What those miss: the largest experts packed without any slack, and one large expert split between several ranks.
+    *(Variant(salt % 2, from_all=salt % 4 > 1, top=True, drawn=True, salt=salt) for salt in range(97, 97 + DRAWN)),
 )
 # Above this many cells (E * R) only the first variant is tried: the others rarely win there, and time matters.
 LARGE_CELLS = 4096

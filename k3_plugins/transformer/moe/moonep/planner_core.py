@@ -284,9 +284,50 @@ def _whole(offered: np.ndarray, count: int, p: int, gap: int, num_experts: int, 
 
 
 @compiled
+def _drawn(
+    offered: np.ndarray, count: int, fewest: int, limit: int, gap: int, num_experts: int, salt: int, step: int,
+    taken: np.ndarray, work: np.ndarray,
+) -> int:  # fmt: skip
+    """Pieces for ``gap`` by lot, in ``work``: how many, or 0 if those drawn do not fill it exactly.
+
+    Between ``fewest`` and ``limit`` pieces. All but the last are used up; they are drawn among as many of the largest
+    experts that do not fill the gap alone, and up to 7 more. The last one completes them: the smallest that can, or one
+    drawn among those that can.
+    """
+    lot = mixed(salt, step, num_experts)
+    pieces = fewest + (lot >> 3) % (limit - fewest + 1) if limit > fewest else fewest
+    end = _place(offered, count, gap * num_experts)
+    first = max(end - (pieces - 1 + (lot >> 8) % 1), 0)
+    if end - first < pieces - 1:
+        return 0
+    taken[:count] = False
+    rest = gap
+    for piece in range(pieces):
+        chosen, highest = -1, -1
+        last = piece + 1 == pieces
+        if last and rest <= 0:
+            return 0
+        start = _place(offered, count, rest * num_experts) if last else first
+        for i in range(start, count if last else end):
+            if not taken[i]:
+                e = offered[i] % num_experts
+                value = mixed(salt, step, e) * num_experts + e
+                if value > highest:
+                    chosen, highest = i, value
+                if last and lot & 1:
+                    break
+        if chosen < 0:
+            return 0
+        taken[chosen] = True
+        work[piece] = offered[chosen]
+        rest -= offered[chosen] // num_experts
+    return pieces
+
+
+@compiled
 def fill(
     loads: np.ndarray, spare: np.ndarray, bound: int, level: int, no_dip: bool, forced: bool, from_all: bool,
-    largest: bool, top: bool, smallest_gap: bool, joint: bool, whole: bool,
+    largest: bool, top: bool, smallest_gap: bool, joint: bool, whole: bool, drawn: bool,
     salt: int, moves: np.ndarray,
 ) -> tuple[int, int]:  # fmt: skip
     """One run of one variant.
@@ -295,7 +336,7 @@ def fill(
         loads: int64 ``[E]``.
         spare: int64 ``[R]``, load minus target of each rank; changed in place.
         bound: the lower bound L.
-        level, no_dip, forced, from_all, largest, top, smallest_gap, joint, whole, salt: see
+        level, no_dip, forced, from_all, largest, top, smallest_gap, joint, whole, drawn, salt: see
             `planner.Variant`.
         moves: int64 ``[(R - 1) m, 3]``; receives rows ``(rank, expert, tokens)`` of what leaves home.
 
@@ -318,19 +359,22 @@ def fill(
         for q in range(R):
             cap_count = _recap(q, spare, own, rank_caps, rank_count, caps, cap_count, E)
     offered, work, taken = np.empty(E, dtype=np.int64), np.empty(E, dtype=np.int64), np.empty(R, dtype=np.bool_)
+    lots = np.empty(E, dtype=np.bool_)
     pieces, need = np.empty((E, 2), dtype=np.int64), np.empty(R, dtype=np.int64)
     worst = total = step = 0
     while True:
-        rank = -1
+        step += 1
+        rank, urgent = -1, 0
         for r in range(R):
-            if spare[r] < 0 and (
-                rank < 0 or (spare[r] > spare[rank] if smallest_gap else spare[r] <= spare[rank])
-            ):
-                rank = r
+            if spare[r] < 0:
+                value = spare[r] if smallest_gap else -spare[r]
+                if drawn:
+                    value *= mixed(salt, step, r) % 8 + 1
+                if rank < 0 or (value > urgent if smallest_gap else value >= urgent):
+                    rank, urgent = r, value
         if rank < 0:
             return worst, total
         gap = -spare[rank]
-        step += 1
         opened[rank] = False
         used = 0
         if no_dip:
@@ -350,7 +394,11 @@ def fill(
             fewest = 1
             while _held(offered, count, fewest, E) < gap:
                 fewest += 1
-            if whole and _whole(offered, count, limit, gap, E, work):
+            if drawn:
+                used = _drawn(offered, count, fewest, limit, gap, E, salt, step, lots, work)
+            if used:
+                used = _split(work, used, gap, E, pieces)
+            elif whole and _whole(offered, count, limit, gap, E, work):
                 used = _split(work, limit, gap, E, pieces)
             elif forced and 1 < limit <= count and _held(offered, count, limit, E) >= gap:
                 first = _window(offered, count, limit, gap, E)
@@ -359,11 +407,11 @@ def fill(
                 i = _place(offered, count, gap * E)
                 key = offered[i]
                 if salt and key // E != gap:
-                    drawn = -1
+                    highest = -1
                     for j in range(i, count):
                         lot = mixed(salt, step, offered[j] % E) * E + offered[j] % E
-                        if lot > drawn:
-                            key, drawn = offered[j], lot
+                        if lot > highest:
+                            key, highest = offered[j], lot
                 elif largest and key // E != gap:
                     for j in range(i, count):
                         if start[offered[j] % E] > start[key % E]:

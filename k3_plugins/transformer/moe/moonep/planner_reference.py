@@ -1,4 +1,4 @@
-"""Yardsticks for the MoonEP planner, for tests and benchmarks only: the exact optimum and the plain alias method.
+"""Yardsticks for the MoonEP planner, for tests and benchmarks only: exact optima and the plain alias method.
 
 Letters as in `planner`: R ranks, E experts, m home experts per rank, x[E, R] the tokens of expert e on rank r.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from k3_plugins.transformer.moe.moonep.planner import check_counts, targets
+from k3_plugins.transformer.moe.moonep.planner_core import compiled
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,54 @@ def _minimise(
         options={"time_limit": seconds},
     )
     return result if result.status == 0 else None
+
+
+@compiled
+def one_piece_suffices(loads: np.ndarray, target: np.ndarray) -> bool:
+    """Whether a plan exists in which no rank has more than one redundant expert: exact, by dynamic programming.
+
+    Donations on a cycle can be reduced until one is zero, so if there is such a plan there is one in which every rank
+    has at most one donor and the ranks form a tree. What enters a subtree is what its ranks lack together, whatever its
+    shape. Below rank r hangs a set of subtrees, each group of them fed by one expert of r that holds what they lack.
+
+    Args:
+        loads: int64 ``[E]``, tokens of each expert.
+        target: int64 ``[R]``, tokens that each rank must compute; ``3^R E`` steps, so R is at most about 10.
+    """
+    ranks, m = len(target), len(loads) // len(target)
+    sets = 1 << ranks
+    lack = np.zeros(sets, dtype=np.int64)
+    for s in range(1, sets):
+        for r in range(ranks):
+            if s >> r & 1:
+                lack[s] += target[r] - loads[r * m : (r + 1) * m].sum()
+    tree, forest = np.zeros(sets, dtype=np.bool_), np.zeros(sets, dtype=np.bool_)
+    # fed[r, i, s]: the first i experts of rank r can feed the ranks s, all of which hang below r.
+    fed = np.zeros((ranks, m + 1, sets), dtype=np.bool_)
+    forest[0] = True
+    fed[:, :, 0] = True
+    for s in range(1, sets):
+        for r in range(ranks):
+            if lack[s] >= 0 and s >> r & 1 and fed[r, m, s ^ (1 << r)]:
+                tree[s] = True
+        lowest = s & -s
+        rest = part = s ^ lowest
+        while True:
+            if tree[part | lowest] and forest[rest ^ part]:
+                forest[s] = True
+            if part == 0:
+                break
+            part = (part - 1) & rest
+        for r in range(ranks):
+            if s >> r & 1:
+                continue
+            for i in range(m):
+                possible, part = fed[r, i, s], s
+                while not possible and part > 0:
+                    possible = forest[part] and True and fed[r, i, s ^ part]
+                    part = (part - 1) & s
+                fed[r, i + 1, s] = possible
+    return tree[sets - 1]
 
 
 def alias_plan(counts: np.ndarray) -> np.ndarray:

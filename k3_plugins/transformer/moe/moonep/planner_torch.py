@@ -9,6 +9,7 @@ Letters: V variants, R ranks, E experts, m home experts per rank.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,16 @@ def plan(counts: Tensor) -> DevicePlan:
     return DevicePlan(counts, assignment, slots)
 
 
+@functools.cache
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """``[n, 1]`` int64, built once and by fills: no copy from the host."""
+    column = torch.zeros(len(values), 1, dtype=torch.int64, device=device)
+    for i, value in enumerate(values):
+        if value:
+            column[i].fill_(value)
+    return column
+
+
 class _Filler:
     """All variants side by side. Experts are keys ``size * E + expert`` as in `planner`; key 0 marks an absent one."""
 
@@ -96,11 +107,8 @@ class _Filler:
         self.moved = torch.zeros(count, self.R, self.E, dtype=torch.int64, device=device)
 
     def _flags(self, values: list) -> Tensor:
-        """A per-variant constant ``[V, 1]``, built by fills: no copy from the host."""
-        column = torch.zeros(self.V, 1, dtype=torch.int64, device=self.keys.device)
-        for i, value in enumerate(values):
-            column[i].fill_(int(value))
-        return column
+        """A per-variant constant ``[V, 1]``."""
+        return _constant(tuple(int(value) for value in values), self.keys.device)
 
     def _flag(self, field: str) -> Tensor | None:
         """Variants with a property, ``[V, 1]`` bool; None if there are none."""
@@ -109,13 +117,16 @@ class _Filler:
 
     def run(self) -> Tensor:
         """Tokens that leave home, ``[V, R, E]`` by receiving rank and expert."""
-        rules = ("no_dip", "forced", "from_all", "largest", "top", "joint", "whole")
+        rules = ("no_dip", "forced", "from_all", "largest", "top", "joint", "whole", "drawn")
         flags = {name: self._flag(name) for name in rules}
         self.salt = self._flags([v.salt for v in self.variants])
         smallest_gap = self._flag("smallest_gap")
         never = torch.iinfo(torch.int64).min
         for step in range(1, self.R):
-            order = -self.spare * self.R + self.ranks
+            urgent = -self.spare
+            if flags["drawn"] is not None:
+                urgent = torch.where(flags["drawn"], urgent * (_mixed(self.salt, step, self.ranks) % 8 + 1), urgent)
+            order = urgent * self.R + self.ranks
             if smallest_gap is not None:
                 order = torch.where(smallest_gap, -order, order)
             rank = torch.where(self.spare < 0, order, never).argmax(1, keepdim=True)
@@ -140,6 +151,7 @@ class _Filler:
         top: Tensor | None,
         joint: Tensor | None,
         whole: Tensor | None,
+        drawn: Tensor | None,
     ) -> Tensor:
         """Tokens of every expert that fill ``gap`` [V, 1] of ``rank``; ``[V, E]``, all zero where the gap is."""
         E = self.E
@@ -172,6 +184,9 @@ class _Filler:
         if whole is not None:
             pieces, possible = self._whole(pool, sizes, below, absent, gap)
             chosen = torch.where(whole & possible, pieces, chosen)
+        if drawn is not None:
+            pieces, possible = self._drawn(pool, sizes, absent, fewest, gap, step)
+            chosen = torch.where(drawn & possible, pieces, chosen)
         if no_dip is not None:
             dip, possible = self._smallest_dip(gap)
             chosen = torch.where(no_dip & possible, dip, chosen)
@@ -230,6 +245,27 @@ class _Filler:
         last &= last.long().cumsum(1) == 1
         possible = (self.P > 1) & (first >= absent) & (rest > 0) & last.any(1, keepdim=True)
         return self._by_expert(pool, torch.where(taken, sizes, 0) + torch.where(last, rest, 0)), possible
+
+    def _drawn(
+        self, pool: Tensor, sizes: Tensor, absent: Tensor, fewest: Tensor, gap: Tensor, step: int
+    ) -> tuple[Tensor, Tensor]:
+        """Pieces by lot, all but the last used up, and whether they fill the gap exactly."""
+        E, place = self.E, self.experts
+        lot = _mixed(self.salt, step, torch.full_like(place[:1], E))
+        more = (self.P - fewest).clamp(min=0)
+        pieces = fewest + (lot >> 3) % (more + 1)
+        end = (pool < gap * E).sum(1, keepdim=True)
+        first = torch.maximum(end - (pieces - 1 + (lot >> 8) % 8), absent)
+        lots = (_mixed(self.salt, step, place) * E + place).gather(1, pool % E)
+        window = (place >= first) & (place < end)
+        turn = torch.where(window, lots, -1).argsort(1, descending=True).argsort(1)
+        taken = window & (turn < pieces - 1)
+        rest = gap - torch.where(taken, sizes, 0).sum(1, keepdim=True)
+        fits = ~taken & (pool >= rest * E) & (pool >= E)
+        order = torch.where(lot % 2 == 1, E - place, lots)
+        last = torch.where(fits, order, -1).argmax(1, keepdim=True)
+        possible = (end - first >= pieces - 1) & (rest > 0) & fits.any(1, keepdim=True)
+        return self._by_expert(pool, torch.where(taken, sizes, 0) + torch.where(place == last, rest, 0)), possible
 
     def _joint(
         self, pool: Tensor, held: Tensor, absent: Tensor, p: Tensor, gap: Tensor, rank: Tensor
