@@ -138,6 +138,19 @@ def active(config: KimiK3Config) -> float:
     return sum(part.parameters * part.share_used for part in all_parts(config) if part.name not in _NOT_ACTIVE)
 
 
+def vision(config: KimiK3Config) -> int:
+    """Parameters of the vision encoder and its projector; 0 for a model that was published without one."""
+    vit = config.vision
+    if vit is None:
+        return 0
+    d, inner = vit.moonvit_hidden_size, vit.moonvit_num_heads * vit.moonvit_head_dim
+    patches = 3 * vit.moonvit_patch_size**2 * d + vit.moonvit_position_grid**2 * d
+    block = 4 * d * inner + 2 * d * vit.moonvit_ffn_size + 2 * d
+    width = 4 * d  # 2 x 2 patches make a token
+    norm = config.hidden_size if vit.moonvit_projector_norm == "post" else d
+    return patches + vit.moonvit_num_layers * block + d + width * width + width * config.hidden_size + norm
+
+
 _NOT_ACTIVE = frozenset(("router bias", "embedding"))
 
 

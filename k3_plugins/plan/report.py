@@ -13,7 +13,7 @@ from k3_plugins.plan.cost import HIDDEN, Hardware
 from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
 from k3_plugins.plan.layout import Job, layout_string
 from k3_plugins.plan.memory import KINDS, Memory
-from k3_plugins.plan.parameters import active, all_parts, total
+from k3_plugins.plan.parameters import active, all_parts, total, vision
 from k3_plugins.plan.search import Found, Result
 
 GB = 1e9
@@ -29,6 +29,7 @@ def model_values(job: Job) -> dict[str, Any]:
     return {
         "parameters": total(config),
         "active_parameters": round(active(config)),
+        "vision_parameters": vision(config),
         "parameters_by_part": dict(parts),
         "forward_flops_per_token": model_flops(config, job.context),
         "training_flops_per_token": 3 * model_flops(config, job.context),
@@ -134,6 +135,11 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
         f"[bold]{name}[/bold]: {model['parameters'] / GB:,.2f} B parameters, {model['active_parameters'] / GB:,.2f} B"
         f" active; {model['training_flops_per_token'] / GB:,.1f} GFLOP per token in training at {job.context:,} tokens"
     )
+    if model["vision_parameters"]:
+        console.print(
+            f"its vision encoder (moonvit) has {model['vision_parameters'] / GB:,.4g} B parameters more; the layouts"
+            " below are those of the language model alone"
+        )
     console.print(
         f"{job.gpus:,} GPUs, {job.global_batch:,} sequences of {job.context:,} tokens per step;"
         f" {result.considered:,} combinations, {len(result.found):,} fit"

@@ -21,6 +21,20 @@ def test_published_totals():
     assert 48e9 <= parameters.total(KIMI_LINEAR) < 50e9 and 3.0e9 <= parameters.active(KIMI_LINEAR) < 3.5e9
 
 
+def test_the_vision_encoder():
+    """Beside the language model: about 0.4 B as published, and within the 1 % to which the published total is known."""
+    assert 0.4e9 <= parameters.vision(KIMI_K3) < 0.45e9
+    assert parameters.total(KIMI_K3) + parameters.vision(KIMI_K3) == pytest.approx(2.8e12, rel=0.01)
+    assert parameters.vision(KIMI_LINEAR) == 0
+    # a small checkpoint whose shapes are written out by their published names
+    from k3_plugins.models.kimi_k3.hf_config import read
+    from tests.unit.models.kimi_k3 import small_k3
+
+    tensors = small_k3.tensors()
+    towers = [value.numel() for name, value in tensors.items() if name.startswith(("vision_tower.", "mm_projector."))]
+    assert parameters.vision(read(small_k3.CONFIG)[0].config) == sum(towers)
+
+
 def test_kimi_linear_has_the_parameters_that_transformers_builds():
     from k3_plugins.models.kimi_k3.hf_config import ModelDescription, write
     from tests.unit.models.kimi_k3.oracle import hidden
