@@ -43,3 +43,20 @@ def fail(
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)
+
+
+def fail_together(problem: str | None) -> None:
+    """If some rank has a problem, every rank ends with exit code 2; the lowest of those ranks' is said. Collective.
+
+    Args:
+        problem: this rank's, or None.
+    """
+    import torch
+
+    problems: list[str | None] = [problem]
+    if torch.distributed.is_initialized():
+        problems = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem)
+    text = next((text for text in problems if text is not None), None)
+    if text is not None:
+        fail(text, at_once=len(problems) > 1)

@@ -4,6 +4,8 @@
     --vision-valid-data DIR    the same for validation
     --vision-text SUFFIX       the text: txt (captions) or svg (the drawing's code) [txt]
     --vision-text-alone        take texts without an image too; otherwise they are refused as damaged pairs
+    --vision-skip-bad          leave out samples that cannot be trained on and count them, instead of ending the job;
+                               decodes every image once before training
 
 and every flag of ``k3_plugins.pretrain_gpt`` but those of its data. Needs ``--k3-plugins ...,moonvit``. Image tokens
 are masked from the next-token loss; texts are bytes (``--tokenizer-type NullTokenizer --vocab-size 258``).
@@ -42,6 +44,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--vision-valid-data", metavar="DIR")
     parser.add_argument("--vision-text", default="txt", metavar="SUFFIX")
     parser.add_argument("--vision-text-alone", action="store_true")
+    parser.add_argument("--vision-skip-bad", action="store_true")
     if {"-h", "--help"} & set(argv):
         print(__doc__)
     return parser.parse_known_args(argv)
@@ -60,13 +63,15 @@ def train(own: Namespace, activation: object) -> None:
     args = parse_and_validate_args()
     check(own, args, activation)
     from k3_plugins.vision.training.step import attach_encoder, dataset_provider, forward_step
+    from k3_plugins.vision.training.usable import PairSource
 
+    source = PairSource(own.vision_text, own.vision_text_alone, own.vision_skip_bad)
     vit = activation.configs["moonvit"]
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(attach_encoder(vit))
     pretrain(
         pretrain_cfg_container_from_args(args, model),
-        dataset_provider(own.vision_data, own.vision_valid_data, own.vision_text, vit, own.vision_text_alone),
+        dataset_provider(own.vision_data, own.vision_valid_data, source, vit),
         ModelType.encoder_or_decoder,
         forward_step,
         get_embedding_ranks=embedding_ranks,

@@ -3,7 +3,7 @@
 Tokens are small and every rank reads them, so that all know the sizes of all images and can plan. Images are read and
 decoded by the rank that encodes them, a few ahead of the encoder, in threads.
 
-Letters: N patches and M tokens of a micro-batch, P edge of a patch.
+Letters: N patches of a micro-batch, m image tokens in this rank's slice of its sequence, P edge of a patch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from megatron.core import mpu
 from torch import Tensor
 
 from k3_plugins.vision.moonvit.geometry import Clip
+from k3_plugins.vision.training.context import places
 from k3_plugins.vision.training.rows import PairRows
+from k3_plugins.vision.training.usable import named_failures
 
 AHEAD = 2
 """Micro-batches whose images are read ahead."""
@@ -35,8 +38,14 @@ class StepBatch:
         self.rows: list[dict[str, Any]] = [next(iterator) for _ in range(count)]
         self.numbers = [int(row["row"]) for row in self.rows]
         self.clips = [[Clip(*clip) for clip in row["clips"][0].tolist()] for row in self.rows]
-        self.tokens = [sum(clip.tokens for clip in clips) for clips in self.clips]
-        """M by micro-batch."""
+        group = mpu.get_context_parallel_group()
+        self.wanted = [
+            [tokens for tokens, _ in places(row["image_positions"][0].tolist(), row["tokens"].shape[1], group.size())]
+            for row in self.rows
+        ]
+        """By micro-batch and context-parallel rank: the numbers of the image tokens in its slice."""
+        self.tokens = [len(ranks[group.rank()]) for ranks in self.wanted]
+        """m by micro-batch."""
         self._source = source
         self._waiting: Iterator[int] = iter(())
         self._reading: dict[int, Future[Tensor]] = {}
@@ -54,6 +63,7 @@ class StepBatch:
 
     def patches(self, microbatch: int) -> Tensor:
         """The patches of a micro-batch, ``[N, 3*P*P]`` fp32 in host memory."""
-        patches = self._reading.pop(microbatch).result()
+        with named_failures():
+            patches = self._reading.pop(microbatch).result()
         self._read_next()
         return patches

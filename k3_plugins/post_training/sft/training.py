@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-import torch
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, get_timers, print_rank_0
 from torch import Tensor
 
-from k3_plugins.failure import fail
+from k3_plugins.failure import fail_together
 from k3_plugins.feature import FeatureError
 from k3_plugins.post_training.sft.dataset import ConversationDataset
 from k3_plugins.post_training.sft.samples import Samples, TooLong, read
@@ -57,7 +56,7 @@ def dataset_provider(files: ChatFiles) -> Callable[..., tuple]:
             tokenizer, train, valid = conversations()
         except FeatureError as error:
             problem = str(error)
-        _end_together(problem)
+        fail_together(problem)
         trained = sum(int(sample.train.sum()) for sample in train.samples)
         total = sum(len(sample.ids) for sample in train.samples)
         print_rank_0(
@@ -77,17 +76,6 @@ def dataset_provider(files: ChatFiles) -> Callable[..., tuple]:
 
     datasets.is_distributed = True  # Megatron then calls it on every rank
     return datasets
-
-
-def _end_together(problem: str | None) -> None:
-    """If some rank has a problem, every rank ends with exit code 2; the lowest of those ranks says it."""
-    problems: list[str | None] = [problem]
-    if torch.distributed.is_initialized():
-        problems = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(problems, problem)
-    text = next((text for text in problems if text is not None), None)
-    if text is not None:
-        fail(text, at_once=len(problems) > 1)
 
 
 def get_batch(data_iterator: Iterator, model: GPTModel) -> dict[str, Tensor | None]:

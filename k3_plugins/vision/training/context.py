@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from k3_plugins.training.forward_step import loss_func
-from k3_plugins.vision.moonvit.encoder import MoonViT
-from k3_plugins.vision.moonvit.geometry import Clip
+from k3_plugins.vision.moonvit.encoder import Between, MoonViT
+from k3_plugins.vision.moonvit.geometry import Clip, ImageError
 
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -38,6 +38,8 @@ def places(image_positions: Sequence[int], seq_length: int, size: int) -> list[t
         numbers of tokens, ascending, and places in ``[0, s/G)``.
     """
     positions = np.asarray(image_positions, dtype=np.int64)
+    if size == 1:
+        return [(np.arange(len(positions)), positions)]
     length = seq_length // (2 * size)
     piece, within = positions // length, positions % length
     found = []
@@ -59,35 +61,56 @@ def encode_images(encoder: MoonViT, row: dict[str, Tensor]) -> tuple[Tensor, Ten
     """The image tokens in this rank's slice of the sequence; with ``dynamic-cp`` collective over the slices' ranks.
 
     Args:
-        row: of the data set, with a dimension of 1 in front, not cut; with ``images`` ``[M, d]`` if they are encoded
+        row: of the data set, with a dimension of 1 in front, not cut; with ``images`` ``[m, d]`` if they are encoded
             already.
 
     Returns:
         tokens ``[m, d]`` and their places ``[m]`` in the slice.
+
+    Raises:
+        ImageError: the row has more or fewer places for image tokens than its images make.
+    """
+    clips = [Clip(*clip) for clip in row["clips"][0].tolist()]
+    positions = row["image_positions"][0]
+    needed = sum(clip.tokens for clip in clips)
+    if len(positions) != needed:
+        raise ImageError(f"a row has {len(positions)} places for image tokens, and its images make {needed}")
+    group = mpu.get_context_parallel_group()
+    found = places(positions.tolist(), row["position_ids"].shape[1], group.size())
+    images = row.get("images")
+    if images is None:
+        images = encode_slice(encoder, row["patches"][0], clips, [wanted for wanted, _ in found])
+    return images, torch.from_numpy(found[group.rank()][1]).to(positions.device)
+
+
+def encode_slice(
+    encoder: MoonViT, patches: Tensor, clips: Sequence[Clip], wanted: Sequence[NDArray], between: Between | None = None
+) -> Tensor:
+    """Encode images and take this rank's tokens; with ``dynamic-cp`` collective over the slices' ranks.
+
+    Args:
+        patches: ``[N, 3*P*P]``, all of them.
+        wanted: by rank, the numbers of its tokens; the first of each pair of :func:`places`.
+        between: see ``MoonViT.encode``.
+
+    Returns:
+        ``[m, d]``.
     """
     from k3_plugins.activation import current
 
-    clips = [Clip(*clip) for clip in row["clips"][0].tolist()]
-    positions = row["image_positions"][0]
     group = mpu.get_context_parallel_group()
-    encoded = row.get("images")
-    patches = row["patches"][0] if encoded is None else None
     if group.size() == 1:
-        return encoder(patches, clips) if encoded is None else encoded, positions
-    found = places(positions.tolist(), row["position_ids"].shape[1], group.size())
-    mine, here = (torch.from_numpy(part).to(positions.device) for part in found[group.rank()])
-    if encoded is not None:
-        return encoded[mine], here
+        return encoder(patches, clips, between)
     activation = current()
     if activation is None or "dynamic-cp" not in activation.names:
-        return encoder(patches, clips)[mine], here
+        return encoder(patches, clips, between)[torch.from_numpy(wanted[group.rank()]).to(patches.device)]
     from k3_plugins.vision.dynamic_cp.encode import assign, encode
     from k3_plugins.vision.dynamic_cp.loads import SO_FAR
 
     assignment = assign(encoder, clips, group.size(), activation.configs["dynamic-cp"].dynamic_cp_imbalance)
     if clips:
         SO_FAR.add(assignment)
-    return encode(encoder, patches, clips, group, [wanted for wanted, _ in found], assignment), here
+    return encode(encoder, patches, clips, group, wanted, assignment, between)
 
 
 def loss_of(loss_mask: Tensor | None, model: GPTModel) -> partial:

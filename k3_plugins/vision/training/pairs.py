@@ -1,8 +1,9 @@
 """Images with texts out of webdataset tar shards, found by their headers alone.
 
 A pair is two neighbouring files of one key: ``KEY.png`` and a text, ``KEY.txt`` (captions, as
-``k3_plugins.data.render`` writes them) or another suffix; a text may stand alone where that is allowed. Nothing is
-unpacked: offsets into the shards are kept, and the size of an image is read from the first bytes of its PNG.
+``k3_plugins.data.render`` writes them) or another suffix; a text may stand alone where that is allowed. A text may say
+with ``<|media_pad|>`` where in it the image stands; otherwise the image comes first. Nothing is unpacked: offsets into
+the shards are kept, and the size of an image is read from the first bytes of its PNG.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import struct
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -19,9 +21,22 @@ from torch import Tensor
 
 from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
-from k3_plugins.vision.moonvit.geometry import Clip, ImageError, clip_of
+from k3_plugins.vision.moonvit.geometry import Clip, ImageError, clip_of, patchify
+from k3_plugins.vision.training.tokens import MARK
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class BadSample(FeatureError):
+    """A sample that cannot be trained on; the text names it.
+
+    Args:
+        kind: one or two words to count by.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -34,6 +49,13 @@ class Pair:
     """Offset and number of bytes; None for a text without an image."""
     text: tuple[int, int]
     clip: Clip | None
+    mark: int | None = None
+    """Where in the text the image's mark is."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.shard}: {self.key}.png"
 
     @property
     def image_tokens(self) -> int:
@@ -43,30 +65,45 @@ class Pair:
     @property
     def tokens(self) -> int:
         """Tokens of the image, bytes of the text, and the end."""
-        return self.image_tokens + self.text[1] + 1
+        return self.image_tokens + self.text_bytes + 1
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the text without the mark."""
+        return self.text[1] - (0 if self.mark is None else len(MARK))
 
 
-def find_pairs(folder: str, config: MoonViTConfig, suffix: str, flag: str, text_alone: bool = False) -> list[Pair]:
+def find_pairs(
+    folder: str,
+    config: MoonViTConfig,
+    suffix: str,
+    flag: str,
+    text_alone: bool = False,
+    bad: list[BadSample] | None = None,
+) -> list[Pair]:
     """All pairs of a folder's shards, in the order of shards and of files.
 
     Args:
         suffix: of the text files, such as ``txt``.
         flag: names the folder in messages.
         text_alone: take texts without an image too.
+        bad: gets the samples that are left out; without it the first one is raised.
 
     Raises:
-        FeatureError: no shards, a file that is no tar or no PNG, a pair without its half, a size that the encoder
-            refuses; the sentence names the sample.
+        FeatureError: no shards, or a file that is no tar.
+        BadSample: no PNG, a pair without its half, a size that the encoder refuses, marks that do not fit the images.
     """
     shards = sorted(Path(folder).glob("*.tar"))
     if not shards:
         raise FeatureError(
             f"{flag} {folder}: there are no *.tar shards; make some with python -m k3_plugins.data.render"
         )
-    return [pair for shard in shards for pair in _pairs_of(shard, config, suffix, text_alone)]
+    return [pair for shard in shards for pair in _pairs_of(shard, config, suffix, text_alone, bad)]
 
 
-def _pairs_of(shard: Path, config: MoonViTConfig, suffix: str, text_alone: bool) -> list[Pair]:
+def _pairs_of(
+    shard: Path, config: MoonViTConfig, suffix: str, text_alone: bool, bad: list[BadSample] | None
+) -> list[Pair]:
     files: dict[str, dict[str, tuple[int, int]]] = {}
     try:
         with tarfile.open(shard) as tar:
@@ -78,28 +115,79 @@ def _pairs_of(shard: Path, config: MoonViTConfig, suffix: str, text_alone: bool)
     pairs = []
     with shard.open("rb") as stream:
         for key, parts in files.items():
-            for kind in (suffix,) if text_alone else ("png", suffix):
-                if kind not in parts:
-                    raise FeatureError(f"{shard}: sample {key} has no {key}.{kind}, only {', '.join(sorted(parts))}")
-            if "png" not in parts:
-                pairs.append(Pair(key, shard, None, parts[suffix], None))
-                continue
-            stream.seek(parts["png"][0])
-            header = stream.read(24)
-            if len(header) < 24 or header[:8] != PNG:
-                raise FeatureError(f"{shard}: {key}.png is no PNG file")
-            width, height = struct.unpack(">II", header[16:])
             try:
-                clip = clip_of(1, height, width, config, f"{shard}: {key}.png")
-            except ImageError as error:
-                raise FeatureError(str(error)) from error
-            pairs.append(Pair(key, shard, parts["png"], parts[suffix], clip))
+                pairs.append(_pair_of(stream, shard, key, parts, config, suffix, text_alone))
+            except BadSample as sample:
+                if bad is None:
+                    raise
+                bad.append(sample)
     return pairs
 
 
+def _pair_of(
+    stream: BinaryIO,
+    shard: Path,
+    key: str,
+    parts: dict[str, tuple[int, int]],
+    config: MoonViTConfig,
+    suffix: str,
+    text_alone: bool,
+) -> Pair:
+    for kind in (suffix,) if text_alone else ("png", suffix):
+        if kind not in parts:
+            raise BadSample(
+                "incomplete", f"{shard}: sample {key} has no {key}.{kind}, only {', '.join(sorted(parts))}"
+            )
+    clip = None
+    if "png" in parts:
+        stream.seek(parts["png"][0])
+        header = stream.read(min(24, parts["png"][1]))
+        if len(header) < 24 or header[:8] != PNG:
+            raise BadSample("corrupt", f"{shard}: {key}.png is no PNG file")
+        width, height = struct.unpack(">II", header[16:])
+        try:
+            clip = clip_of(1, height, width, config, f"{shard}: {key}.png")
+        except ImageError as error:
+            raise BadSample("too large" if width and height else "empty", str(error)) from error
+    stream.seek(parts[suffix][0])
+    text = stream.read(parts[suffix][1])
+    mark = mark_of(text, int(clip is not None), f"{shard}: {key}.{suffix}")
+    return Pair(key, shard, parts.get("png"), parts[suffix], clip, mark)
+
+
+def mark_of(text: bytes, images: int, name: str) -> int | None:
+    """Where the image's mark is in a text; None: there is none, and the image comes first.
+
+    Args:
+        images: of the sample, 0 or 1.
+        name: of the text, for the message.
+
+    Raises:
+        BadSample: more marks than images.
+    """
+    marks = text.count(MARK)
+    if marks > images:
+        raise BadSample(
+            "wrong marks",
+            f"{name}: {marks} marks {MARK.decode()} for {images} images; as many as images, or none, are needed",
+        )
+    return text.index(MARK) if marks else None
+
+
+def too_long(pair: Pair, seq_length: int) -> BadSample | None:
+    """What is wrong with a pair that does not fit a row."""
+    if pair.tokens <= seq_length:
+        return None
+    return BadSample(
+        "too long",
+        f"{pair.shard}: sample {pair.key} has {pair.image_tokens} image tokens and {pair.text_bytes} bytes of text,"
+        f" {pair.tokens} in all with the end: raise --seq-length {seq_length}, or make smaller images",
+    )
+
+
 def read_text(pair: Pair) -> np.ndarray:
-    """The text's bytes, ``[n]`` uint8."""
-    return np.frombuffer(_bytes(pair, pair.text), dtype=np.uint8)
+    """The text's bytes without the mark, ``[n]`` uint8."""
+    return np.frombuffer(_bytes(pair, pair.text).replace(MARK, b"", 1), dtype=np.uint8)
 
 
 def read_image(pair: Pair) -> Tensor:
@@ -113,8 +201,22 @@ def read_image(pair: Pair) -> Tensor:
     try:
         pixels = np.asarray(Image.open(io.BytesIO(_bytes(pair, pair.image))).convert("RGB"))
     except Exception as error:  # Pillow raises many kinds for damaged files
-        raise ImageError(f"{pair.shard}: {pair.key}.png cannot be decoded: {error}") from error
+        raise ImageError(f"{pair.name} cannot be decoded: {error}") from error
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+
+
+def read_patches(pair: Pair, config: MoonViTConfig) -> Tensor:
+    """The patches of a pair's image, ``[N, 3*P*P]`` fp32.
+
+    Raises:
+        ImageError: an image that does not decode, or to another size than its header says.
+    """
+    patches, clip = patchify(read_image(pair), config, pair.name)
+    if clip != pair.clip:
+        raise ImageError(
+            f"{pair.name} decodes to {clip.tokens} tokens, and its header says {pair.image_tokens}: write it anew"
+        )
+    return patches
 
 
 def _bytes(pair: Pair, place: tuple[int, int]) -> bytes:

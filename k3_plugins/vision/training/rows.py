@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
-from k3_plugins.vision.moonvit.geometry import patchify
-from k3_plugins.vision.training.pairs import Pair, read_image, read_text
+from k3_plugins.vision.training.pairs import Pair, read_patches, read_text, too_long
 from k3_plugins.vision.training.tokens import END, IMAGE
 
 
@@ -36,7 +34,7 @@ class PairRows(Dataset):
             read.
 
     Raises:
-        FeatureError: a pair that is longer than a row, naming the sample.
+        BadSample: a pair that is longer than a row.
     """
 
     def __init__(
@@ -48,14 +46,9 @@ class PairRows(Dataset):
         seed: int | None,
         images: bool = True,
     ) -> None:
-        too_long = [pair for pair in pairs if pair.tokens > seq_length]
-        if too_long:
-            pair = too_long[0]
-            raise FeatureError(
-                f"{pair.shard}: sample {pair.key} has {pair.image_tokens} image tokens and {pair.text[1]} bytes of"
-                f" text, {pair.tokens} in all with the end, and {len(too_long) - 1} more are as long: raise"
-                f" --seq-length {seq_length}, or make smaller images"
-            )
+        for pair in pairs:
+            if sample := too_long(pair, seq_length):
+                raise sample
         self.pairs, self.seq_length, self.config, self.images = pairs, seq_length, config, images
         self.rows: list[list[int]] = []
         epoch = 0
@@ -82,14 +75,16 @@ class PairRows(Dataset):
         clips, at = [], 0
         for number in self.rows[index]:
             pair = self.pairs[number]
-            text = read_text(pair)
+            text = torch.from_numpy(read_text(pair).astype(np.int64))
+            before = pair.mark or 0
+            image = torch.full((pair.image_tokens,), IMAGE)
+            end = at + pair.tokens
+            tokens[at : end - 1] = torch.cat([text[:before], image, text[before:]])
+            counts[at:end] = 1  # the end counts too
+            counts[at + before : at + before + len(image)] = 0
+            at = end
             if pair.clip is not None:
                 clips.append(pair.clip)
-            tokens[at : at + pair.image_tokens] = IMAGE
-            at += pair.image_tokens
-            tokens[at : at + len(text)] = torch.from_numpy(text.astype(np.int64))
-            counts[at : at + len(text) + 1] = 1  # the end counts too
-            at += len(text) + 1
         inputs = tokens[:-1]
         row = {
             "tokens": inputs,
@@ -106,14 +101,11 @@ class PairRows(Dataset):
         """The patches ``[N, 3*P*P]`` fp32 of a row's images, in the order of its clips.
 
         Raises:
-            ImageError: an image that does not decode, naming the sample.
+            ImageError: an image that does not decode, or not to its header's size, naming the sample.
         """
-        patches = [torch.zeros(0, 3 * self.config.moonvit_patch_size**2)]
-        for number in self.rows[index]:
-            pair = self.pairs[number]
-            if pair.image is not None:
-                patches.append(patchify(read_image(pair), self.config, f"{pair.shard}: {pair.key}.png")[0])
-        return torch.cat(patches)
+        pairs = [self.pairs[number] for number in self.rows[index]]
+        patches = [read_patches(pair, self.config) for pair in pairs if pair.image is not None]
+        return torch.cat([torch.zeros(0, 3 * self.config.moonvit_patch_size**2), *patches])
 
 
 def _pack(lengths: Sequence[int], order: Sequence[int], seq_length: int) -> list[list[int]]:

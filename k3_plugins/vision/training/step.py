@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megatron.core import mpu
@@ -22,15 +22,14 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from k3_plugins.activation import current
-from k3_plugins.failure import fail
-from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
 from k3_plugins.vision.moonvit.flops import STEP
 from k3_plugins.vision.training.context import cut, encode_images, loss_of
-from k3_plugins.vision.training.pairs import find_pairs
+from k3_plugins.vision.training.pairs import Pair
 from k3_plugins.vision.training.rows import PairRows
+from k3_plugins.vision.training.usable import PairSource, named_failures, usable_pairs
 
 ENCODER = "vision_model"
 """The encoder's name in the model, and so in checkpoints."""
@@ -71,9 +70,13 @@ def _in_bubbles() -> bool:
 
 
 def dataset_provider(
-    train: str, valid: str | None, suffix: str, config: MoonViTConfig, text_alone: bool = False
+    train: str, valid: str | None, source: PairSource, config: MoonViTConfig
 ) -> Callable[..., tuple]:
     """Megatron's ``train_valid_test_dataset_provider``; every rank reads the headers and ends with 2 if one is bad."""
+
+    @cache  # with virtual pipelines the provider is called for every chunk
+    def pairs_of(folder: str, flag: str) -> list[Pair]:
+        return usable_pairs(folder, flag, source, config, get_args().seq_length)
 
     def datasets(sizes: Sequence[int], vp_stage: int | None = None) -> tuple:
         args = get_args()
@@ -86,17 +89,14 @@ def dataset_provider(
         def rows(folder: str | None, flag: str, count: int | None, seed: int | None) -> PairRows | None:
             if folder is None or not count:
                 return None
-            pairs = find_pairs(folder, config, suffix, flag, text_alone)
+            pairs = pairs_of(folder, flag)
             data = PairRows(pairs, count, args.seq_length, config, seed, images=first and not in_bubbles)
             if first:
                 print_rank_0(f"> {flag} {folder}: {len(pairs)} pairs, {len(data)} rows of {args.seq_length} tokens")
             return data if needed else None
 
-        try:
-            training = rows(train, "--vision-data", sizes[0], args.seed)
-            validation = rows(valid, "--vision-valid-data", sizes[1], None)
-        except FeatureError as error:
-            fail(str(error), at_once=args.world_size > 1)
+        training = rows(train, "--vision-data", sizes[0], args.seed)
+        validation = rows(valid, "--vision-valid-data", sizes[1], None)
         if in_bubbles and needed:
             from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
@@ -136,7 +136,8 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel) -> tuple[Tenso
         return model(None, None, None), partial(loss_func, None, model=model)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    row = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+    with named_failures():
+        row = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
     timers("batch-generator").stop()
     decoder_input = None
     if gpt.pre_process:

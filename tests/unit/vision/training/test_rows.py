@@ -2,18 +2,20 @@
 
 import io
 import tarfile
+from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from k3_plugins.data.render import __main__ as render
 from k3_plugins.data.render.kinds import KINDS, draw
 from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.geometry import Clip, ImageError, patchify
-from k3_plugins.vision.training.pairs import find_pairs, read_image, read_text
+from k3_plugins.vision.training.pairs import BadSample, find_pairs, read_image, read_patches, read_text
 from k3_plugins.vision.training.rows import PairRows
-from k3_plugins.vision.training.tokens import END, IMAGE
+from k3_plugins.vision.training.tokens import END, IMAGE, MARK
 
 CONFIG = MoonViTConfig()
 COUNT = 9
@@ -138,3 +140,52 @@ def test_pairs_longer_than_a_row_are_named(folder):
         FeatureError, match=r"sample 00000000\d has \d+ image tokens and \d+ bytes .* raise --seq-length 60"
     ):
         PairRows(pairs, 4, 60, CONFIG, seed=0)
+
+
+def samples(folder, bad=None, suffix="txt"):
+    return find_pairs(str(folder), CONFIG, suffix, "--vision-data", bad=bad)
+
+
+def test_bad_samples_are_collected_where_that_is_wanted(tmp_path):
+    good = {"a.png": png(28, 56), "a.txt": b"a", "z.png": png(56, 28), "z.txt": b"z"}
+    bad_ones = {
+        "b.png": png(0, 28), "b.txt": b"b", "c.png": b"GIF89a" + bytes(40), "c.txt": b"c", "d.txt": b"d",
+        "e.png": png(4000, 4000), "e.txt": b"e", "f.png": png(28, 28), "f.txt": 2 * MARK,
+    }  # fmt: skip
+    shard(tmp_path, {**good, **bad_ones})
+    bad = []
+    assert [pair.key for pair in samples(tmp_path, bad)] == ["a", "z"]
+    assert [sample.kind for sample in bad] == ["empty", "corrupt", "incomplete", "too large", "wrong marks"]
+    assert "f.txt: 2 marks <|media_pad|> for 1 images" in str(bad[-1])
+    with pytest.raises(BadSample, match=r"b\.png: .* nothing to encode"):
+        samples(tmp_path)
+
+
+def test_marks_of_images_that_are_not_there(tmp_path):
+    shard(tmp_path, {"a.txt": b"see " + MARK})
+    with pytest.raises(BadSample, match=r"a\.txt: 1 marks <\|media_pad\|> for 0 images"):
+        find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data", text_alone=True)
+
+
+def test_the_image_stands_where_its_mark_is(tmp_path):
+    picture = io.BytesIO()
+    Image.new("RGB", (56, 28)).save(picture, "PNG")
+    image = picture.getvalue()
+    shard(tmp_path, {"a.png": image, "a.txt": b"ab" + MARK + b"cd", "b.png": image, "b.txt": b"e"})
+    pairs = samples(tmp_path)
+    assert [pair.mark for pair in pairs] == [2, None] and [pair.tokens for pair in pairs] == [7, 4]
+    row = PairRows(pairs, 1, 12, CONFIG, seed=None)[0]
+    expected = [*b"ab", IMAGE, IMAGE, *b"cd", END, IMAGE, IMAGE, *b"e", END, END]
+    counted = [1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert row["tokens"].tolist() == expected
+    assert row["loss_mask"].tolist() == [*counted[1:], 0]
+    assert row["image_positions"].tolist() == [2, 3, 7, 8]
+
+
+def test_an_image_that_is_not_what_its_header_says(tmp_path):
+    picture = io.BytesIO()
+    Image.new("RGB", (56, 28)).save(picture, "PNG")
+    shard(tmp_path, {"a.png": picture.getvalue(), "a.txt": b"a"})
+    (pair,) = samples(tmp_path)
+    with pytest.raises(ImageError, match=r"a\.png decodes to 2 tokens, and its header says 4: write it anew"):
+        read_patches(replace(pair, clip=Clip(1, 4, 4)), CONFIG)
