@@ -1,24 +1,22 @@
 """An encoder forward that is cut between layers, so that its backward runs piece by piece.
 
-    encoding = Encoding(encoder, patches, clips, pieces=3)
+    encoding = Encoding(lambda between: encoder(patches, clips, between), layers=27, pieces=3)
     encoding.images                     # [M, D], to be detached by whoever uses it
     encoding.backward(0, gradient)      # the last layers and the projector
     encoding.backward(1, None)
     encoding.backward(2, None)          # the first layers and the patch embedding
 
-Letters: N patches and M tokens of the micro-batch, P edge of a patch, D width of the language model.
+Letters: N patches (of this rank) and M tokens of the micro-batch, d width of the encoder, D of the language model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from k3_plugins.vision.moonvit.encoder import MoonViT
-from k3_plugins.vision.moonvit.geometry import Clip, check_batch
-from k3_plugins.vision.moonvit.packed import Packed
+from k3_plugins.vision.moonvit.encoder import Between
 
 
 def cuts(layers: int, pieces: int) -> tuple[int, ...]:
@@ -32,15 +30,13 @@ class Encoding:
     """The forward of one micro-batch's images, with everything its backward needs.
 
     Args:
-        encoder: with parameters that collect their own gradients.
-        patches: ``[N, 3*P*P]``.
-        clips: their grids, at least one.
+        encode: runs the encoder with a function that it calls ahead of every layer, ``[N, d]`` to ``[N, d]``.
+        layers: of the encoder; its parameters collect their own gradients.
         pieces: of the backward; at most the number of layers.
     """
 
-    def __init__(self, encoder: MoonViT, patches: Tensor, clips: Sequence[Clip], pieces: int) -> None:
-        check_batch(patches, clips, encoder.vit)
-        places = cuts(len(encoder.blocks), pieces)
+    def __init__(self, encode: Callable[[Between], Tensor], layers: int, pieces: int) -> None:
+        places = cuts(layers, pieces)
         self._cuts: list[tuple[Tensor, Tensor]] = []  # output of one part, the leaf that the next one starts with
 
         def between(layer: int, x: Tensor) -> Tensor:
@@ -50,7 +46,7 @@ class Encoding:
             self._cuts.append((x, leaf))
             return leaf
 
-        self.images = encoder.encode_packed(patches, Packed(clips), between)
+        self.images = encode(between)
         self._left: Tensor | None = self.images
 
     def backward(self, piece: int, gradient: Tensor | None) -> None:

@@ -4,7 +4,7 @@ Megatron's schedule drives: it calls the forward step and the backward step, and
 tasks that stand behind a text task in the plan run the next time the communicator has posted its messages, or, where
 Megatron has nothing to communicate, ahead of the next text task.
 
-Letters: M image tokens of a micro-batch, D width of the language model.
+Letters: m image tokens in this rank's slice of a micro-batch's sequence, D width of the language model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from k3_plugins.pipeline_parallel.vision_bubble.lanes import Receiver, Sender
 from k3_plugins.pipeline_parallel.vision_bubble.plan import Plan, Task, TaskKind
 from k3_plugins.pipeline_parallel.vision_bubble.replica import Replica
 from k3_plugins.pipeline_parallel.vision_bubble.segments import Encoding
+from k3_plugins.vision.training.context import encode_slice
 
 Work = tuple[TaskKind, int, int]
 """Kind, micro-batch, part."""
@@ -210,8 +211,8 @@ class Session:
         return result
 
     def _images(self, i: int) -> Tensor:
-        """The encoder's output for stage 0, ``[M, D]``, a leaf of the text's graph."""
-        if self.owner[i] < 0 or not self.batch.clips[i]:
+        """The encoder's output for stage 0, ``[m, D]``, a leaf of the text's graph."""
+        if not self.batch.tokens[i]:
             return self._none
         images = self._outputs.pop(i) if self.owner[i] == self.rank else self._receivers[self.owner[i]].take(i)
         if self.trains:
@@ -236,12 +237,17 @@ class Session:
         if clips:
             patches = self.batch.patches(i).to(self.device, non_blocking=True)
             start = self.clock.mark()
+            encoder, wanted = self.replica.encoder, self.batch.wanted[i]
             with torch.set_grad_enabled(self.trains):
-                encoding = Encoding(self.replica.encoder, patches, clips, self.pieces if self.trains else 1)
+                encoding = Encoding(
+                    lambda between: encode_slice(encoder, patches, clips, wanted, between),
+                    len(encoder.blocks),
+                    self.pieces if self.trains else 1,
+                )
             images = encoding.images.detach()
-            if self.rank == 0:
+            if self.rank == 0 and self.batch.tokens[i]:
                 self._outputs[i] = images
-            else:
+            elif self.batch.tokens[i]:
                 self._senders[0].send(i, images)
             if self.trains:
                 self._alive[i] = encoding
@@ -253,7 +259,10 @@ class Session:
         if self.batch.clips[i]:
             gradient = None
             if piece == 0:
-                gradient = self._gradients.pop(i) if self.rank == 0 else self._receivers[0].take(i)
+                if not self.batch.tokens[i]:  # of images that lie in other context-parallel ranks' slices
+                    gradient = self._none
+                else:
+                    gradient = self._gradients.pop(i) if self.rank == 0 else self._receivers[0].take(i)
                 start = self.clock.mark()
             self._alive[i].backward(piece, gradient)
             if piece == self.pieces - 1:

@@ -23,7 +23,7 @@ from k3_plugins.vision.dynamic_cp.balance import Assignment, balance
 from k3_plugins.vision.dynamic_cp.cost import sample_of
 from k3_plugins.vision.dynamic_cp.layout import Layout, Rows
 from k3_plugins.vision.dynamic_cp.split import Split
-from k3_plugins.vision.moonvit.encoder import MoonViT
+from k3_plugins.vision.moonvit.encoder import Between, MoonViT
 from k3_plugins.vision.moonvit.geometry import Clip, check_batch
 
 
@@ -40,6 +40,7 @@ def encode(
     group: ProcessGroup,
     wanted: Sequence[Rows],
     assignment: Assignment | None = None,
+    between: Between | None = None,
 ) -> Tensor:
     """Encode a batch over a group. Collective, forward and backward.
 
@@ -50,6 +51,7 @@ def encode(
         group: the ranks.
         wanted: by rank of the group, the same on all: numbers of the tokens, out of M, that it gets.
         assignment: from :func:`assign`; made here if it is not given.
+        between: see ``MoonViT.encode``.
 
     Returns:
         ``[len(wanted[rank]), D]``, in the order wanted.
@@ -63,4 +65,4 @@ def encode(
     layout = Layout(clips, (assignment or assign(encoder, clips, group.size())).owners, group.size())
     part = Split(layout, group)
     rows = torch.from_numpy(layout.patch_rows(group.rank())).to(patches.device)
-    return part.deliver(encoder.encode_packed(patches[rows], part), [np.asarray(rows) for rows in wanted])
+    return part.deliver(encoder.encode_packed(patches[rows], part, between), [np.asarray(rows) for rows in wanted])

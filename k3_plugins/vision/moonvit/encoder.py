@@ -164,12 +164,13 @@ class MoonViT(MegatronModule):
         self.projector = Projector(config, vit, text.hidden_size, self.pg_collection)
         self.patches_encoded = 0
 
-    def forward(self, patches: Tensor, clips: Sequence[Clip]) -> Tensor:
+    def forward(self, patches: Tensor, clips: Sequence[Clip], between: Between | None = None) -> Tensor:
         """Encode images and videos of any mix of sizes.
 
         Args:
             patches: ``[N, 3*P*P]``, the clips one behind the other (see ``geometry.patchify``).
             clips: their grids.
+            between: see :meth:`encode`.
 
         Returns:
             ``[M, D]``, the tokens of the clips one behind the other, row by row.
@@ -180,7 +181,7 @@ class MoonViT(MegatronModule):
         check_batch(patches, clips, self.vit)
         if not clips:
             return patches.new_zeros(0, self.projector.linear_fc2.output_size, dtype=self.config.params_dtype)
-        return self.encode_packed(patches, Packed(clips))
+        return self.encode_packed(patches, Packed(clips), between)
 
     def encode_packed(self, patches: Tensor, packed: Packed, between: Between | None = None) -> Tensor:
         """Encode the rows that ``packed`` describes: ``[N, 3*P*P]`` to ``[M, D]``."""
