@@ -2,9 +2,9 @@
 
     python -m k3_plugins.vision.image_shuffle --load RUN/checkpoints --vision-data HELD_OUT_PAIRS
 
-Each pair stands alone in its row, ``[image][text][end]``; its loss is the mean over text and end. A shuffled image has
-the grid of patches of the right one wherever another pair has such an image, so that its length tells nothing. The exit
-code is 1 unless the right images give the lower loss, by more than two standard errors.
+Each pair stands alone in its row, the image where it stands in training; the loss is the mean over text and end. A
+shuffled image has the grid of patches of the right one wherever another pair has such an image, so that its length
+tells nothing. The exit code is 1 unless the right images give the lower loss, by more than two standard errors.
 
 Letters: s sequence, d width of the language model, M tokens and N patches of the image, P edge of a patch.
 """
@@ -139,7 +139,7 @@ def shuffled(pairs: Sequence[Pair], seed: int) -> list[Pair]:
 
 
 def text_loss(model: Any, text_of: Pair, image_of: Pair, config: Any) -> float:
-    """Nats per byte of a text (its end included) after an image.
+    """Nats per byte of a text, its end included, with an image in the place of its own.
 
     Args:
         model: Megatron's ``GPTModel`` with its encoder, whole, in evaluation mode.
@@ -147,22 +147,22 @@ def text_loss(model: Any, text_of: Pair, image_of: Pair, config: Any) -> float:
     """
     import torch
 
-    from k3_plugins.vision.moonvit.geometry import patchify
-    from k3_plugins.vision.training.pairs import read_image, read_text
+    from k3_plugins.vision.training.pairs import read_patches, read_text
     from k3_plugins.vision.training.step import ENCODER, embed
     from k3_plugins.vision.training.tokens import END, IMAGE
 
     device = next(model.parameters()).device
     text = torch.from_numpy(read_text(text_of).copy()).long()
-    patches, clip = patchify(read_image(image_of), config, f"{image_of.shard}: {image_of.key}.png")
-    row = torch.cat([torch.full((clip.tokens,), IMAGE), text, torch.tensor([END])]).to(device)[None]
+    before, clip = text_of.mark or 0, image_of.clip
+    image = torch.full((clip.tokens,), IMAGE)
+    row = torch.cat([text[:before], image, text[before:], torch.tensor([END])]).to(device)[None]
     tokens, labels = row[:, :-1], row[:, 1:]
     places = torch.arange(tokens.shape[1], device=device)
     with torch.no_grad():
-        images = getattr(model, ENCODER)(patches.to(device), [clip])
-        decoder_input = embed(model, tokens, places[None], images, places[: clip.tokens])
+        images = getattr(model, ENCODER)(read_patches(image_of, config).to(device), [clip])
+        decoder_input = embed(model, tokens, places[None], images, places[before : before + clip.tokens])
         losses = model(tokens, places[None], None, decoder_input=decoder_input, labels=labels)
-    return float(losses[0, clip.tokens - 1 :].double().mean())
+    return float(losses[labels != IMAGE].double().mean())
 
 
 def compare(right: Sequence[float], other: Sequence[float], same_grid: int) -> Comparison:

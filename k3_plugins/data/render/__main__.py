@@ -41,6 +41,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-edge", type=int, default=56, help="shortest edge in pixels")
     parser.add_argument("--max-edge", type=int, default=LARGEST, help=f"longest edge in pixels, at most {LARGEST}")
     parser.add_argument("--max-objects", type=int, default=MOST, help=f"most objects in a drawing, 1 to {MOST}")
+    parser.add_argument(
+        "--captions",
+        choices=("full", "short"),
+        default="full",
+        help="sentences, or the same facts and coordinates with as few words as possible (default: full)",
+    )
     parser.add_argument("--per-shard", type=int, default=500, help="pairs in a shard")
     parser.add_argument("--workers", type=int, default=1, help="processes; the result does not depend on it")
     parser.add_argument(
@@ -83,8 +89,8 @@ def check(args: argparse.Namespace) -> tuple[Settings, tuple[float, ...] | None]
             ratios = ()
         if len(ratios) != 3 or min(ratios) < 0 or not 0 < sum(ratios) < float("inf"):
             raise RenderError(f"--energon-split {args.energon_split}: three shares are needed, such as 0.9,0.1,0")
-    settings = Settings(args.count, args.seed, kinds, args.min_edge, args.max_edge, args.per_shard, args.max_objects)
-    return settings, ratios
+    limits = args.min_edge, args.max_edge, args.per_shard, args.max_objects
+    return Settings(args.count, args.seed, kinds, *limits, args.captions), ratios
 
 
 def main(argv: Sequence[str] | None = None) -> int:

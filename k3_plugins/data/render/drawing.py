@@ -78,6 +78,17 @@ class Drawing:
         return " ".join(sentences)
 
     @property
+    def short_caption(self) -> str:
+        """The same facts and coordinates in as few words as possible: ``red star 7 8 48 46 px 0.13 0.14 0.86 0.82``."""
+        lines = []
+        for item in self.items:
+            facts = "".join(f" {name} {value}" for name, value in item.facts.items())
+            whole = " ".join(str(round(edge)) for edge in item.box)
+            unit = " ".join(f"{edge:.2f}" for edge in in_unit_square(item.box, self))
+            lines.append(f"{item.name}{facts} {whole} px {unit}")
+        return "; ".join(lines)
+
+    @property
     def record(self) -> dict[str, object]:
         """What the caption says, as JSON."""
         return {

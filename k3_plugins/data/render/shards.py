@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from k3_plugins.data.render.kinds import MOST, draw
 from k3_plugins.data.render.renderer import render
@@ -43,6 +44,8 @@ class Settings:
     per_shard: int
     objects: int = MOST
     """Most objects that a caption names."""
+    captions: Literal["full", "short"] = "full"
+    """Sentences, or as few words as possible."""
 
     @property
     def shards(self) -> int:
@@ -67,7 +70,7 @@ def sample(settings: Settings, index: int) -> dict[str, bytes]:
     return {
         "png": render(drawing),
         "svg": drawing.svg.encode(),
-        "txt": drawing.caption.encode(),
+        "txt": (drawing.short_caption if settings.captions == "short" else drawing.caption).encode(),
         "json": json.dumps(drawing.record).encode(),
     }
 

@@ -115,6 +115,24 @@ def contents(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_short_captions_hold_the_same_facts(tmp_path):
+    assert run(tmp_path / "short", "--captions", "short") == 0
+    for number in range(5):
+        drawing = draw(0, number, kinds=ALL, smallest=56, largest=200)
+        lines = drawing.short_caption.split("; ")
+        assert len(lines) == len(drawing.items)
+        for line, item in zip(lines, drawing.items, strict=True):
+            words = line.removeprefix(item.name).split()
+            assert [*map(int, words[-9:-5]), words[-5]] == [*map(round, item.box), "px"]
+            size = (drawing.width, drawing.height) * 2
+            unit = [edge / whole for edge, whole in zip(item.box, size, strict=True)]
+            assert [*map(float, words[-4:])] == pytest.approx(unit, abs=0.0051)
+            assert words[:-9] == [word for name, value in item.facts.items() for word in f"{name} {value}".split()]
+    with tarfile.open(tmp_path / "short" / "shard-000000.tar") as tar:
+        first = tar.extractfile("000000000.txt").read().decode()
+    assert first == draw(0, 0, kinds=ALL, smallest=56, largest=200).short_caption
+
+
 def test_shards_are_the_same_bytes_on_any_number_of_workers(tmp_path, capsys):
     assert run(tmp_path / "one") == 0 and run(tmp_path / "two", "--workers", "2") == 0
     one = contents(tmp_path / "one")
