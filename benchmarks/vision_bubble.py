@@ -1,11 +1,15 @@
-"""Encoder work inside stage 0 against encoder work in pipeline bubbles: SIMULATED step times.
+"""Encoder work inside stage 0 against encoder work in pipeline bubbles: simulated, and executed on this machine.
 
-    python benchmarks/vision_bubble.py [--json FILE] [--random 1000]
+    python benchmarks/vision_bubble.py [--json FILE] [--random 1000] [--execute] [--steps 12]
 
-Nothing is executed: the planner and its simulator compute makespans for a text forward of 1 and backward of 2 per
-chunk, encoder forward of 1 and backward of 2 per micro-batch. The column "planned in" is real: the time of one plan on
-one core, after a first one that compiles. --random adds random layouts and times (see random_problem) and prints every
-plan that is more than 5 % above the bound.
+--execute trains on the CPU, in one run with the encoder inside stage 0's forward and in bubbles in turn: PP 2 VPP 2
+with real work and one core for each process (more processes than cores leave no idle time to fill), and PP 4 VPP 2 with
+EMULATED durations, in which processes sleep instead of computing.
+
+Nothing of the table is executed: the planner and its simulator compute makespans for a text forward of 1 and backward
+of 2 per chunk, encoder forward of 1 and backward of 2 per micro-batch. The column "planned in" is real: the time of one
+plan on one core, after a first one that compiles. --random adds random layouts and times (see random_problem) and
+prints every plan that is more than 5 % above the bound.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
 from k3_plugins.pipeline_parallel.vision_bubble.plot import summary
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem
 from k3_plugins.pipeline_parallel.vision_bubble.simulate import coupled
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 SETTINGS = ((4, 1, 8), (4, 2, 8), (8, 2, 32), (16, 4, 64), (16, 4, 128))
 CLOSE = 1.05
@@ -107,13 +113,33 @@ def random_plans(count: int, seed: int = 0) -> dict[str, object]:
     return result
 
 
+def execute(steps: int) -> list[dict[str, object]]:
+    """Train both ways and print what a step took."""
+    from benchmarks.vision_bubble_steps import run
+
+    rows = []
+    for kind in ("real", "emulated"):
+        row = run(kind, steps)
+        rows.append(row)
+        label = "real work, one core per process" if kind == "real" else "EMULATED durations (sleep)"
+        hidden = ", ".join(f"{100 * share:.0f} %" for share in row["hidden_by_rank"])
+        print(f"executed, {label}: p={row['p']} v={row['v']} m={row['m']}, medians of {row['steps']} steps each")
+        print(f"  encoder in stage 0 {row['in_stage_0_seconds']:.3f} s, in bubbles {row['scheduled_seconds']:.3f} s:"
+              f" {row['ratio']:.2f} times as fast; hidden by rank {hidden}", flush=True)  # fmt: skip
+    return rows
+
+
 def main() -> int:
     """Print the tables, and write them where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the numbers there as well")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="plan N random steps too")
+    parser.add_argument("--execute", action="store_true", help="train on the CPU as well, with 2 and 4 processes")
+    parser.add_argument("--steps", type=int, default=12, metavar="N", help="timed steps of each way")
     args = parser.parse_args()
     report: dict[str, object] = {"simulated": True, "table": table()}
+    if args.execute:
+        report["executed"] = execute(args.steps)
     if args.random:
         report["random"] = random_plans(args.random)
     if args.json:
