@@ -6,6 +6,9 @@
     --vision-text-alone        take texts without an image too; otherwise they are refused as damaged pairs
     --vision-skip-bad          leave out samples that cannot be trained on and count them, instead of ending the job;
                                decodes every image once before training
+    --vision-reader READER     shards: every tar shard of DIR, by Megatron's own samplers; energon: a prepared
+                               Megatron-Energon data set (captions), in Energon's order [shards]
+    --dataloader-save DIR      where Energon's place in its stream is kept with every checkpoint; needed to resume
 
 and every flag of ``k3_plugins.pretrain_gpt`` but those of its data. Needs ``--k3-plugins ...,moonvit``. Image tokens
 are masked from the next-token loss; texts are bytes (``--tokenizer-type NullTokenizer --vocab-size 258``).
@@ -45,6 +48,8 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--vision-text", default="txt", metavar="SUFFIX")
     parser.add_argument("--vision-text-alone", action="store_true")
     parser.add_argument("--vision-skip-bad", action="store_true")
+    parser.add_argument("--vision-reader", choices=("shards", "energon"), default="shards")
+    parser.add_argument("--dataloader-save", metavar="DIR")
     if {"-h", "--help"} & set(argv):
         print(__doc__)
     return parser.parse_known_args(argv)
@@ -65,7 +70,9 @@ def train(own: Namespace, activation: object) -> None:
     from k3_plugins.vision.training.step import attach_encoder, dataset_provider, forward_step
     from k3_plugins.vision.training.usable import PairSource
 
-    source = PairSource(own.vision_text, own.vision_text_alone, own.vision_skip_bad)
+    if own.vision_reader == "energon":
+        args.dataloader_type, args.dataloader_save = "external", own.dataloader_save
+    source = PairSource(own.vision_text, own.vision_text_alone, own.vision_skip_bad, own.vision_reader)
     vit = activation.configs["moonvit"]
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(attach_encoder(vit))
@@ -114,12 +121,49 @@ def check(own: Namespace, args: Namespace, activation: object) -> None:
             "--overlap-grad-reduce waits for the encoder's gradients in every step's last micro-batch, and with"
             " --vision-text-alone it may have no image; drop one of the two",
         ),
+        *energon_problems(own, args, activation),
+        (
+            args.hybrid_context_parallel,
+            "--hybrid-context-parallel packs texts of several lengths, and rows of pairs have one; drop it",
+        ),
         (args.full_validation, "--full-validation is not supported here; give --eval-iters"),
         (args.dataloader_type == "external", "--dataloader-type external is not supported here; drop it"),
     ]
     for wrong, text in problems:
         if wrong:
             fail(text, at_once=args.world_size > 1)
+
+
+def energon_problems(own: Namespace, args: Namespace, activation: object) -> list[tuple[bool, str]]:
+    """What does not go with ``--vision-reader energon``."""
+    from k3_plugins.compat.optional import require
+    from k3_plugins.feature import FeatureError
+
+    if own.vision_reader != "energon":
+        text = f"--dataloader-save {own.dataloader_save}: Megatron's samplers need no state of their own; drop it"
+        return [(own.dataloader_save is not None, text)]
+    try:
+        require("megatron.energon", "--vision-reader energon")
+    except FeatureError as error:
+        return [(True, str(error))]
+    reader = "--vision-reader energon"
+    return [
+        (
+            own.vision_text != "txt",
+            f"--vision-text {own.vision_text}: with {reader} the text is what .nv-meta/dataset.yaml names as caption;"
+            " drop it",
+        ),
+        (own.vision_text_alone, f"--vision-text-alone: with {reader} every sample has an image; drop it"),
+        (
+            activation is not None and "vision-bubble" in activation.names,
+            f"vision-bubble reads images in its own order, which {reader} cannot; give --vision-reader shards",
+        ),
+        (
+            bool(own.dataloader_save) and args.context_parallel_size > 1,
+            f"--dataloader-save {own.dataloader_save}: Megatron would write a file from several context-parallel"
+            " ranks at once; drop it, or --context-parallel-size",
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -53,8 +53,13 @@ class Pair:
     """Where in the text the image's mark is."""
 
     @property
+    def title(self) -> str:
+        """For messages about the pair."""
+        return f"{self.shard}: sample {self.key}"
+
+    @property
     def name(self) -> str:
-        """For messages."""
+        """For messages about the image."""
         return f"{self.shard}: {self.key}.png"
 
     @property
@@ -174,14 +179,15 @@ def mark_of(text: bytes, images: int, name: str) -> int | None:
     return text.index(MARK) if marks else None
 
 
-def too_long(pair: Pair, seq_length: int) -> BadSample | None:
-    """What is wrong with a pair that does not fit a row."""
-    if pair.tokens <= seq_length:
+def too_long(name: str, image_tokens: int, text_bytes: int, seq_length: int) -> BadSample | None:
+    """What is wrong with a sample that does not fit a row with its end."""
+    tokens = image_tokens + text_bytes + 1
+    if tokens <= seq_length:
         return None
     return BadSample(
         "too long",
-        f"{pair.shard}: sample {pair.key} has {pair.image_tokens} image tokens and {pair.text_bytes} bytes of text,"
-        f" {pair.tokens} in all with the end: raise --seq-length {seq_length}, or make smaller images",
+        f"{name} has {image_tokens} image tokens and {text_bytes} bytes of text, {tokens} in all with the end: raise"
+        f" --seq-length {seq_length}, or make smaller images",
     )
 
 
@@ -196,12 +202,21 @@ def read_image(pair: Pair) -> Tensor:
     Raises:
         ImageError: an image that does not decode, naming the sample.
     """
+    return decode(_bytes(pair, pair.image), pair.name)
+
+
+def decode(image: bytes, name: str) -> Tensor:
+    """An image file's contents to ``[3, H, W]`` uint8.
+
+    Raises:
+        ImageError: with ``name``, an image that does not decode.
+    """
     from PIL import Image
 
     try:
-        pixels = np.asarray(Image.open(io.BytesIO(_bytes(pair, pair.image))).convert("RGB"))
+        pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
     except Exception as error:  # Pillow raises many kinds for damaged files
-        raise ImageError(f"{pair.name} cannot be decoded: {error}") from error
+        raise ImageError(f"{name} cannot be decoded: {error}") from error
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 

@@ -10,15 +10,58 @@ Letters: s sequence, N patches and M image tokens of a row, P edge of a patch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from k3_plugins.vision.moonvit.config import MoonViTConfig
+from k3_plugins.vision.moonvit.geometry import Clip
 from k3_plugins.vision.training.pairs import Pair, read_patches, read_text, too_long
 from k3_plugins.vision.training.tokens import END, IMAGE
+
+
+class Content(NamedTuple):
+    """What a pair brings into a row."""
+
+    text: NDArray[np.uint8]
+    mark: int | None
+    """Where in the text the image stands; None: ahead of it."""
+    clip: Clip | None
+
+
+def row_of(contents: Sequence[Content], seq_length: int) -> dict[str, Tensor]:
+    """A row of pairs that fit it, images by their places only.
+
+    Returns:
+        tokens, labels, position_ids ``[s]`` int64 and loss_mask ``[s]`` fp32; clips ``[k, 3]`` int64, and the positions
+        ``[M]`` int64 of the image tokens.
+    """
+    tokens = torch.full((seq_length + 1,), END, dtype=torch.int64)
+    counts = torch.zeros(seq_length + 1)
+    at = 0
+    for content in contents:
+        text = torch.from_numpy(content.text.astype(np.int64))
+        image = torch.full((content.clip.tokens if content.clip else 0,), IMAGE)
+        before = content.mark or 0
+        end = at + len(text) + len(image) + 1
+        tokens[at : end - 1] = torch.cat([text[:before], image, text[before:]])
+        counts[at:end] = 1  # the end counts too
+        counts[at + before : at + before + len(image)] = 0
+        at = end
+    inputs = tokens[:-1]
+    clips = [content.clip for content in contents if content.clip is not None]
+    return {
+        "tokens": inputs,
+        "labels": tokens[1:],
+        "loss_mask": counts[1:],
+        "position_ids": torch.arange(seq_length),
+        "clips": torch.tensor(clips, dtype=torch.int64).reshape(-1, 3),
+        "image_positions": torch.nonzero(inputs == IMAGE)[:, 0],
+    }
 
 
 class PairRows(Dataset):
@@ -47,7 +90,7 @@ class PairRows(Dataset):
         images: bool = True,
     ) -> None:
         for pair in pairs:
-            if sample := too_long(pair, seq_length):
+            if sample := too_long(pair.title, pair.image_tokens, pair.text_bytes, seq_length):
                 raise sample
         self.pairs, self.seq_length, self.config, self.images = pairs, seq_length, config, images
         self.rows: list[list[int]] = []
@@ -56,7 +99,7 @@ class PairRows(Dataset):
             order = range(len(pairs))
             if seed is not None:
                 order = np.random.default_rng([seed, epoch]).permutation(len(pairs)).tolist()
-            self.rows += _pack([pair.tokens for pair in pairs], order, seq_length)
+            self.rows += pack([pair.tokens for pair in pairs], order, seq_length)
             epoch += 1
         del self.rows[count:]
 
@@ -64,37 +107,10 @@ class PairRows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One row.
-
-        Returns:
-            tokens, labels, position_ids ``[s]`` int64 and loss_mask ``[s]`` fp32; clips ``[k, 3]`` int64, the positions
-            ``[M]`` int64 of the image tokens, the row's number, and with ``images`` the patches.
-        """
-        tokens = torch.full((self.seq_length + 1,), END, dtype=torch.int64)
-        counts = torch.zeros(self.seq_length + 1)
-        clips, at = [], 0
-        for number in self.rows[index]:
-            pair = self.pairs[number]
-            text = torch.from_numpy(read_text(pair).astype(np.int64))
-            before = pair.mark or 0
-            image = torch.full((pair.image_tokens,), IMAGE)
-            end = at + pair.tokens
-            tokens[at : end - 1] = torch.cat([text[:before], image, text[before:]])
-            counts[at:end] = 1  # the end counts too
-            counts[at + before : at + before + len(image)] = 0
-            at = end
-            if pair.clip is not None:
-                clips.append(pair.clip)
-        inputs = tokens[:-1]
-        row = {
-            "tokens": inputs,
-            "labels": tokens[1:],
-            "loss_mask": counts[1:],
-            "position_ids": torch.arange(self.seq_length),
-            "clips": torch.tensor(clips, dtype=torch.int64).reshape(-1, 3),
-            "image_positions": torch.nonzero(inputs == IMAGE)[:, 0],
-            "row": torch.tensor(index),
-        }
+        """One row: what :func:`row_of` returns, the row's number, and with ``images`` the patches."""
+        pairs = [self.pairs[number] for number in self.rows[index]]
+        row = row_of([Content(read_text(pair), pair.mark, pair.clip) for pair in pairs], self.seq_length)
+        row["row"] = torch.tensor(index)
         return {**row, "patches": self.patches(index)} if self.images else row
 
     def patches(self, index: int) -> Tensor:
@@ -108,7 +124,7 @@ class PairRows(Dataset):
         return torch.cat([torch.zeros(0, 3 * self.config.moonvit_patch_size**2), *patches])
 
 
-def _pack(lengths: Sequence[int], order: Sequence[int], seq_length: int) -> list[list[int]]:
+def pack(lengths: Sequence[int], order: Sequence[int], seq_length: int) -> list[list[int]]:
     """Pairs in their order, a new row wherever the next one does not fit."""
     rows: list[list[int]] = []
     room = 0

@@ -22,6 +22,8 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from k3_plugins.activation import current
+from k3_plugins.failure import fail_together
+from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
@@ -95,6 +97,8 @@ def dataset_provider(
                 print_rank_0(f"> {flag} {folder}: {len(pairs)} pairs, {len(data)} rows of {args.seq_length} tokens")
             return data if needed else None
 
+        if source.reader == "energon":
+            return _streams(train, valid if sizes[1] else None, source, config, needed, images=first)
         training = rows(train, "--vision-data", sizes[0], args.seed)
         validation = rows(valid, "--vision-valid-data", sizes[1], None)
         if in_bubbles and needed:
@@ -105,6 +109,22 @@ def dataset_provider(
 
     datasets.is_distributed = True  # Megatron then calls it on every rank
     return datasets
+
+
+def _streams(
+    train: str, valid: str | None, source: PairSource, config: MoonViTConfig, needed: bool, images: bool
+) -> tuple:
+    """Energon's streams where rows are needed; every rank ends if one cannot open them."""
+    from k3_plugins.vision.training.energon_rows import energon_rows
+
+    found, problem = (None, None), None
+    try:
+        if needed:
+            found = energon_rows(train, valid, config, source.skip_bad, images)
+    except FeatureError as error:
+        problem = str(error)
+    fail_together(problem)
+    return (*found, None)
 
 
 def embed(model: GPTModel, tokens: Tensor, positions: Tensor, images: Tensor, image_positions: Tensor) -> Tensor:

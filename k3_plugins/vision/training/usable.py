@@ -37,6 +37,8 @@ class PairSource:
     """Whether texts without an image are taken."""
     skip_bad: bool = False
     """Whether samples that cannot be trained on are left out, instead of ending the job."""
+    reader: str = "shards"
+    """``shards`` (``pairs.py``), or ``energon``."""
 
 
 def usable_pairs(folder: str, flag: str, source: PairSource, config: MoonViTConfig, seq_length: int) -> list[Pair]:
@@ -75,7 +77,7 @@ def _fitting(pairs: Sequence[Pair], seq_length: int, bad: list[BadSample] | None
     """The pairs that fit a row."""
     fitting = []
     for pair in pairs:
-        sample = too_long(pair, seq_length)
+        sample = too_long(pair.title, pair.image_tokens, pair.text_bytes, seq_length)
         if sample is None:
             fitting.append(pair)
         elif bad is None:
