@@ -24,7 +24,7 @@ class Policy(Enum):
     RECOMPUTE = "recompute"
     """It is dropped and computed again."""
     FP8 = "fp8"
-    """It stays on the device in e4m3 with one fp32 scale for 128 values."""
+    """It stays on the device in 8-bit codes, e4m3 or int8, with one fp32 scale for 128 values."""
     CPU = "cpu"
     """Its bits wait in a host buffer."""
     REMOTE = "remote"
@@ -34,7 +34,7 @@ class Policy(Enum):
 
     @property
     def coded(self) -> bool:
-        """Whether the values are rounded to FP8."""
+        """Whether the values are rounded to 8 bits."""
         return self.value.startswith("fp8")
 
     @property

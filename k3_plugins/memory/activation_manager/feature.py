@@ -124,9 +124,10 @@ class ActivationManagerFeature:
                 f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: policy remote levels the memory"
                 " of pipeline ranks and needs at least 2; write cpu"
             )
-        if not 1 <= config.activation_remote_timeout <= 10:
+        if not 5 <= config.activation_remote_timeout <= 10:
             raise FeatureError(
-                f"--activation-remote-timeout {config.activation_remote_timeout} must be 1 to 10 seconds"
+                f"--activation-remote-timeout {config.activation_remote_timeout} must be 5 to 10 seconds: Mooncake's"
+                " shortest, and what still ends every rank soon"
             )
         if not 0 <= config.activation_remote_headroom <= 10:
             raise FeatureError(f"--activation-remote-headroom {config.activation_remote_headroom} must be 0 to 10")

@@ -43,6 +43,7 @@ class ActivationManager:
         rules: in the order in which the user wrote them.
         smallest: tensors of fewer bytes stay where they are.
         pool_limit: most bytes of host buffers in use; None for no limit.
+        only_e4m3: whether policy fp8 takes no other code, see `fp8`.
         random: the generators that the model draws from; torch's by default.
     """
 
@@ -52,10 +53,12 @@ class ActivationManager:
         *,
         smallest: int = 0,
         pool_limit: int | None = None,
+        only_e4m3: bool = False,
         random: RandomStates | None = None,
     ) -> None:
         self.rules = RuleBook(tuple(rules))
         self.smallest = smallest
+        self.only_e4m3 = only_e4m3
         self.pool = HostPool(pool_limit)
         self.ledger = Ledger()
         self.blocked = Blocked()
@@ -130,7 +133,15 @@ class ActivationManager:
             carrier = self.remote
         elif policy.place != "device":
             carrier = self._host_carrier(source.device)
-        return Stored(source, coded=policy.coded, carrier=carrier, ledger=self.ledger, origin=origin, name=name)
+        return Stored(
+            source,
+            coded=policy.coded,
+            only_e4m3=self.only_e4m3,
+            carrier=carrier,
+            ledger=self.ledger,
+            origin=origin,
+            name=name,
+        )
 
     def _host_carrier(self, device: torch.device) -> Carrier:
         if device.type not in self._hosts:

@@ -27,7 +27,8 @@ class Stored:
 
     Args:
         source: the values.
-        coded: whether to round them to FP8.
+        coded: whether to round them to 8 bits.
+        only_e4m3: see `fp8.encode`.
         carrier: who takes the bytes away; None leaves them on the device.
         origin: the storage that the saved tensors lay in.
         name: of the first tensor, for messages.
@@ -38,6 +39,7 @@ class Stored:
         source: Tensor,
         *,
         coded: bool,
+        only_e4m3: bool = False,
         carrier: Carrier | None,
         ledger: Ledger,
         origin: torch.UntypedStorage,
@@ -54,7 +56,7 @@ class Stored:
         self._held: int | None = None
         self._arrival: Arrival | None = None
         self._values: Tensor | None = None
-        payload = encode(source) if coded else source.contiguous().view(torch.uint8)
+        payload = encode(source, only_e4m3=only_e4m3) if coded else source.contiguous().view(torch.uint8)
         self.nbytes = payload.numel()
         if carrier is None:
             self._payload = payload

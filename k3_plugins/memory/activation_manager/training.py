@@ -73,6 +73,7 @@ def attach(
         parse_rules(settings.activation_policy),
         smallest=settings.activation_min_bytes,
         pool_limit=None if limit is None else int(limit * (1 << 20)),
+        only_e4m3=settings.activation_fp8_codes == "e4m3",
         random=MegatronRandomStates(),
     )
     chunks = unwrap_model(list(model_chunks))

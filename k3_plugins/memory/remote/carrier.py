@@ -224,6 +224,7 @@ class RemoteCarrier:
 
     def _write(self, parcel: RemoteParcel, staging: Tensor) -> None:
         try:
+            self._go_on()
             lease = parcel.stretch.lease
             address = lease.address + parcel.stretch.start + parcel.offset
             self._engine.write(lease.session, staging[: parcel.nbytes], address, parcel.what)
@@ -234,6 +235,19 @@ class RemoteCarrier:
             self._staging.put(staging)
 
     def _read(self, parcel: RemoteParcel, into: Tensor) -> Tensor:
+        try:
+            self._go_on()
+            return self._read_now(parcel, into)
+        except RemoteError as error:
+            self._failed(str(error))
+            raise
+
+    def _go_on(self) -> None:
+        """After a failure nothing is tried any more: what waits in the queue would wait for the same peer in turn."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_now(self, parcel: RemoteParcel, into: Tensor) -> Tensor:
         parcel.sent.result()  # the same thread wrote before: raises what went wrong then
         lease, view = parcel.stretch.lease, self._reading[: parcel.nbytes]
         address = lease.address + parcel.stretch.start + parcel.offset

@@ -3,6 +3,9 @@
 Every rank counts up a number in the rendezvous store. A partner's number that stands still for too long, or a failed
 transfer, is published there; every rank looks for such news and ends with it. Threads do this while training waits in
 a collective or in a transfer.
+
+The store may live in rank 0's process. If that is killed, the connection ends; if it is stopped, a question is never
+answered: a second thread notices a look that does not end.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ LIMIT = 8.0
 LIMIT_AFTER_A_FAILURE = 3.0
 """The same for a rank whose own step has failed: a dead peer closes connections, and is then silent as well."""
 
+_START_AGAIN = "Start again from the last checkpoint"
 _ALIVE = "k3_plugins/activation/alive/{}"
 _NEWS = "k3_plugins/activation/failed"
 _OVER = "k3_plugins/activation/over"
@@ -48,13 +52,16 @@ class Watch:
         self._limit = LIMIT
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
+        self._look_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="k3_plugins activation watch", daemon=True)
+        self._guard = threading.Thread(target=self._run_guard, name="k3_plugins activation watch guard", daemon=True)
 
     def start(self) -> None:
         """Begin to count and to look, until the process ends."""
         self._store.set(_ALIVE.format(self._rank), "0")
         atexit.register(self.stop)
         self._thread.start()
+        self._guard.start()
 
     def stop(self) -> None:
         """This rank is about to end as it should: its silence means nothing any more.
@@ -81,15 +88,29 @@ class Watch:
         """
         self._limit = LIMIT_AFTER_A_FAILURE
         self._thread.join(self._limit + 3 * self._interval)
-        self.publish("its training step failed; the traceback is in its log. Start again from the last checkpoint")
+        self.publish(f"its training step failed; the traceback is in its log. {_START_AGAIN}")
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
+            self._look_began = time.monotonic()
             try:
                 self._look()
             except Exception as error:
                 if not self._stop.is_set():
-                    self._end(f"the rendezvous store is gone ({type(error).__name__}): rank 0 may have died")
+                    self._end(
+                        f"the rendezvous store is gone ({type(error).__name__}): rank 0 may have died. {_START_AGAIN}"
+                    )
+                return
+            self._look_began = None
+
+    def _run_guard(self) -> None:
+        while not self._stop.wait(self._interval):
+            began = self._look_began
+            if began is not None and (silence := time.monotonic() - began) > LIMIT:
+                self._end(
+                    f"the rendezvous store has not answered for {silence:.0f} s: the process that serves it (rank 0, or"
+                    f" the launcher) is stopped, or its machine is gone. {_START_AGAIN}"
+                )
                 return
 
     def _look(self) -> None:
@@ -109,7 +130,7 @@ class Watch:
             elif now - since > self._limit:
                 self.publish(
                     f"rank {partner}, which lends activation memory to rank {self._rank} or borrows it, has not"
-                    f" answered for {now - since:.0f} s: it died, or hangs. Start again from the last checkpoint"
+                    f" answered for {now - since:.0f} s: it died, or hangs. {_START_AGAIN}"
                 )
         if self._store.check([_NEWS]):
             news = json.loads(self._store.get(_NEWS).decode())

@@ -16,12 +16,13 @@ PIPELINE = {
     2: "--pipeline-model-parallel-size 2 --num-layers 8",
     4: "--pipeline-model-parallel-size 4 --num-layers 16",
     "vpp": "--pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+    "dp": "--pipeline-model-parallel-size 2 --num-layers 8 --use-distributed-optimizer",
 }
+PROCESSES = {2: 2, 4: 4, "vpp": 2, "dp": 4}
 
 
 def train(folder, layout, rules, *groups, victim=(0, "NONE", 0), check=True):
     """One run; returns what `launch` returns, and every rank's report."""
-    nprocs = 2 if layout == "vpp" else layout
     words = stock(
         "--k3-platform cpu --train-iters 4 --global-batch-size 16 --seq-length 64 --lr 1e-2 --log-interval 1",
         "--k3-plugins activation-manager --activation-min-bytes 0",
@@ -29,7 +30,7 @@ def train(folder, layout, rules, *groups, victim=(0, "NONE", 0), check=True):
         *groups,
     )
     words += ["--activation-policy", rules, "--activation-report", folder / "report"]
-    run = launch(RUN, [folder, *victim, *words], nprocs=nprocs, timeout=200, check=check)
+    run = launch(RUN, [folder, *victim, *words], nprocs=PROCESSES[layout], timeout=200, check=check)
     reports = [json.loads(path.read_text()) for path in sorted((folder / "report").glob("rank*.json"))]
     return run, reports
 
@@ -107,8 +108,30 @@ def test_peaks_are_level(layout, rules, lenders, tmp_path):
     assert max(after) < max(before)
 
 
+def test_two_pipelines_lend_at_once(tmp_path):
+    """PP 2 DP 2: ranks 0 and 1 are the first stage, and each borrows of the last stage of its own pipeline."""
+    train(tmp_path / "keep", "dp", "*=keep")
+    _, reports = train(tmp_path / "remote", "dp", "*=remote", "--activation-remote-checksum")
+    assert losses.first_difference(losses.read(tmp_path / "remote"), losses.read(tmp_path / "keep")) is None
+    check_remote(reports, lenders={2, 3})
+    assert [[lease["lender"] for lease in report["remote"]["leases"]] for report in reports] == [[2], [3], [], []]
+
+
 @pytest.mark.slow
-def test_four_ranks_all_end_with_a_stopped_lender(tmp_path):
-    """SIGSTOP after step 2: its connections stay open, only its silence tells."""
-    run, _ = train(tmp_path / "run", 4, "*=remote", victim=(3, "STOP", 2), check=False)
-    check_end(tmp_path / "run", run, survivors=[0, 1, 2])
+@pytest.mark.parametrize(
+    ("layout", "victim", "signal"),
+    [
+        (4, 3, "STOP"),
+        (4, 3, "KILL"),
+        (4, 2, "KILL"),
+        ("dp", 3, "KILL"),
+        ("dp", 3, "STOP"),
+        (2, 0, "STOP"),
+        (2, 0, "KILL"),
+    ],
+)
+def test_all_ranks_end_with_one(layout, victim, signal, tmp_path):
+    """A rank is killed, or stopped (its connections stay open, only its silence tells), after step 2. Rank 0 serves the
+    rendezvous store as well."""
+    run, _ = train(tmp_path / "run", layout, "*=remote", victim=(victim, signal, 2), check=False)
+    check_end(tmp_path / "run", run, survivors=[rank for rank in range(PROCESSES[layout]) if rank != victim])

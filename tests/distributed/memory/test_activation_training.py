@@ -138,13 +138,26 @@ def test_bad_rules_end_with_a_sentence(rules, message):
     assert run.rc == 2 and message in run.logs[0], run.tail()
 
 
-@pytest.mark.slow
-def test_fp8_gradients_of_four_layers(tmp_path):
-    """Stock GPT: 1.5 % at 512 tokens, 0.6 % at 8192: rounding errors average out with the square root of the tokens."""
-    many = "--train-iters 1 --global-batch-size 128"
-    plain = train(tmp_path / "plain", 1, "", many, perturb=False)
-    coded = train(tmp_path / "coded", 1, "", many, rules="*=fp8+cpu", perturb=False)
-    assert relative_error(coded, plain) <= 0.01
+@pytest.mark.parametrize(
+    ("features", "words", "codes", "least", "most"),
+    [
+        ("", "--global-batch-size 8", "best", 0.001, 0.01),
+        (FEATURES, "--global-batch-size 16", "best", 0.001, 0.01),
+        pytest.param(FEATURES, "--global-batch-size 128", "best", 0.001, 0.01, marks=pytest.mark.slow),
+        pytest.param("", "--global-batch-size 8", "e4m3", 0.01, 0.02, marks=pytest.mark.slow),
+    ],
+    ids=["GPT, 512 tokens", "K3, 512 tokens", "K3, 4096 tokens", "GPT, 512 tokens, e4m3 alone"],
+)
+def test_fp8_gradients_of_four_layers(features, words, codes, least, most, tmp_path):
+    """Every tensor in 8 bits: all gradients as one vector within 1 % (measured 0.46, 0.76 and 0.55 %; in e4m3 alone,
+    which rounds four times as much, 1.5 %). More tokens average more out."""
+    words += " --train-iters 1 --lr-warmup-iters 0"
+    plain = train(tmp_path / "plain", 1, features, words, perturb=False)
+    words += f" --activation-fp8-codes {codes}"
+    coded = train(tmp_path / "coded", 1, features, words, rules="*=fp8", perturb=False)
+    error = relative_error(coded, plain)
+    print(f"\nrelative error {error:.5f}")
+    assert least < error <= most
 
 
 @pytest.mark.slow

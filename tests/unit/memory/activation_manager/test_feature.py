@@ -69,7 +69,8 @@ def test_a_report_folder_that_cannot_be_is_refused(tmp_path):
 
 
 def test_bad_remote_settings_are_refused():
-    for config in ({"activation_remote_timeout": 11}, {"activation_remote_headroom": -0.1}):
+    wrong = ("activation_remote_timeout", 11), ("activation_remote_timeout", 4), ("activation_remote_headroom", -0.1)
+    for config in (dict([pair]) for pair in wrong):
         with pytest.raises(FeatureError, match=next(iter(config)).replace("_", "-")):
             validate("mlp=remote", config, pipeline_model_parallel_size=2)
 

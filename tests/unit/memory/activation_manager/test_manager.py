@@ -51,15 +51,17 @@ def test_bf16_and_fp64_keep_their_bits():
 
 @pytest.mark.parametrize("rules", ["*=fp8", "*=fp8+cpu"])
 def test_fp8_gradients(rules):
-    """Rounding errors, 2.4 % in the mean square, average out over the tokens: half as large with 4 times as many."""
-    errors = []
-    for tokens in (128, 512):
+    """Rounding errors average out over the tokens: half as large with 4 times as many. In the better of int8 and e4m3
+    they are 0.6 % of normally distributed values in the mean square, in e4m3 alone 2.6 %."""
+    errors = {}
+    for only_e4m3, tokens in ((False, 128), (False, 512), (True, 512)):
         plain, _ = step(tokens=tokens)
-        gradients, manager = step(rules, tokens=tokens)
+        gradients, manager = step(rules, tokens=tokens, only_e4m3=only_e4m3)
         error = sum((gradients[k] - g).square().sum() for k, g in plain.items()).sqrt()
-        errors.append((error / sum(g.square().sum() for g in plain.values()).sqrt()).item())
-    assert 1e-3 < errors[1] < 0.7 * errors[0] < 0.007, errors
-    assert manager.bytes_by_policy()[rules[2:]] > 0
+        errors[only_e4m3, tokens] = (error / sum(g.square().sum() for g in plain.values()).sqrt()).item()
+        assert manager.bytes_by_policy()[rules[2:]] > 0
+    assert 2e-4 < errors[False, 512] < 0.7 * errors[False, 128] < 0.002, errors
+    assert 3 * errors[False, 512] < errors[True, 512] < 0.007, errors
 
 
 def test_device_bytes_do_not_grow_with_depth():

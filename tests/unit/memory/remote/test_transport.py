@@ -1,7 +1,12 @@
 """The carrier over a stand-in that fails in every way, and the real engine's return codes turned into errors."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -33,9 +38,9 @@ class Memory:
         into.copy_(self.bytes[address : address + into.numel()])
 
 
-def carrier_over(memory, room=1 << 21, **options):
+def carrier_over(memory, room=1 << 21, leases=None, **options):
     told = []
-    leases = [Lease(3, "here", 64, Region(room), room), Lease(5, "there", 64 + room, Region(room), room)]
+    leases = leases or [Lease(3, "here", 64, Region(room), room), Lease(5, "there", 64 + room, Region(room), room)]
     options = {"staging_bytes": 1 << 20, "timeout": 2.0, "report": told.append, **options}
     return RemoteCarrier(memory, leases, **options), told
 
@@ -124,7 +129,7 @@ def test_without_the_library_the_sentence_says_what_to_install(monkeypatch):
 @pytest.mark.mooncake
 def test_the_engines_return_codes_become_errors():
     """Two engines of this process over tcp: right transfers, then every wrong one."""
-    mine, theirs = (engine_module.Engine("127.0.0.1", "tcp", 2) for _ in range(2))
+    mine, theirs = (engine_module.Engine("127.0.0.1", "tcp", 5) for _ in range(2))
     lent = torch.zeros(1 << 16, dtype=torch.uint8)
     local = torch.randint(256, (1 << 16,), dtype=torch.uint8)
     back = torch.zeros_like(local)
@@ -148,3 +153,85 @@ def test_the_engines_return_codes_become_errors():
         for transfer in (mine.write, mine.read):
             with pytest.raises(RemoteError, match="tensor t at rank 3 could not be .* Start again from the last"):
                 transfer(session, back, address, "tensor t at rank 3")
+
+
+LENDER = """
+import ctypes, sys, torch
+from k3_plugins.memory.remote.engine import Engine
+engine, lent = Engine("127.0.0.1", "tcp", 5), torch.zeros(1 << 21, dtype=torch.uint8)
+engine.register(lent)
+print(engine.session, lent.data_ptr(), flush=True)
+for _ in sys.stdin:
+    lent.fill_(7)
+    print("damaged", flush=True)
+"""
+
+
+@contextmanager
+def lender_process():
+    """Another process that lends 2 MiB over Mooncake's tcp; gives it and its lease. A line on its stdin damages all."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        for line in process.stdout:  # the engine writes lines of its own
+            session, _, address = line.strip().rpartition(" ")
+            if address.isdigit() and session.startswith("127.0.0.1:"):
+                break
+        yield process, lambda room=1 << 21: [Lease(3, session, int(address), Region(room), room)]
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+class Between:
+    """The real engine; `action` is called once, before the first read: everything was written by then."""
+
+    def __init__(self, engine, action=lambda: None):
+        self._engine, self._actions = engine, [action]
+        self.register, self.write = engine.register, engine.write
+
+    def read(self, *arguments):
+        if self._actions:
+            self._actions.pop()()
+        self._engine.read(*arguments)
+
+
+@pytest.mark.mooncake
+def test_a_step_over_the_real_transport_and_every_fault_of_its_lender():
+    """The same bits; a loan that is full, damaged bytes, and a lender stopped or killed between writing and reading."""
+    engine = engine_module.Engine("127.0.0.1", "tcp", 5)
+    expected = toy_step(Memory(), level=1 << 40)[0]
+    options = {"checksums": True, "staging_bytes": 1 << 18, "timeout": 10.0}
+    gone = r"could not be read from .* \(code -?\d+\): the peer died or hangs"
+    with lender_process() as (lender, leases):
+        gradients, manager, told = toy_step(Between(engine), leases=leases(), **options)
+        assert all(torch.equal(gradients[name], value) for name, value in expected.items())
+        assert manager.remote.sent_bytes == manager.remote.fetched_bytes > 0 and not told
+
+        with pytest.raises(RemoteError, match=r"ranks lend is full: before the layers needs .*rank 3: .*headroom"):
+            toy_step(Between(engine), leases=leases(4096), **options)
+
+        def damage():
+            lender.stdin.write("\n")
+            while "damaged" not in lender.stdout.readline():
+                pass
+
+        with pytest.raises(RemoteError, match="another checksum: the memory was overwritten"):
+            toy_step(Between(engine, damage), leases=leases(), **options)
+
+        def stop():
+            os.kill(lender.pid, signal.SIGSTOP)
+            os.waitpid(lender.pid, os.WUNTRACED)  # until all its threads stand
+
+        start = time.monotonic()
+        with pytest.raises(RemoteError, match=gone):
+            toy_step(Between(engine, stop), leases=leases(), **options)
+        assert time.monotonic() - start < 15
+
+    with lender_process() as (lender, leases):
+        start = time.monotonic()
+        with pytest.raises(RemoteError, match=gone):
+            toy_step(Between(engine, lambda: (lender.kill(), lender.wait())), leases=leases(), **options)
+        assert time.monotonic() - start < 15

@@ -1,5 +1,8 @@
 """Who is silent for too long, who is not, and what ends a process."""
 
+import threading
+import time
+
 import pytest
 
 from k3_plugins.memory.remote import watch as module
@@ -79,3 +82,22 @@ def test_the_first_failure_is_told(clock, ended):
     first.publish("its training step failed")
     first._look()
     assert ended == [(0, "rank 1: a transfer failed")]
+
+
+def test_a_store_that_stops_answering_ends_the_rank(ended, monkeypatch):
+    """As when rank 0's process, which serves it, is stopped: the question itself never returns."""
+    monkeypatch.setattr(module, "INTERVAL", 0.02)
+    monkeypatch.setattr(module, "LIMIT", 0.3)
+    released, store = threading.Event(), Store()
+    watch = Watch(store, 1, 2, (0,))
+    watch.start()
+    time.sleep(0.5)
+    assert not ended
+    store.check = lambda keys: released.wait(30)
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watch._stop.set()
+    released.set()
+    assert "rank 0, or the launcher) is stopped" in ended[0][1]
+    assert "Start again from the last checkpoint" in ended[0][1]
