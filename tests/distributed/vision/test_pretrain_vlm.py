@@ -33,6 +33,9 @@ LAYOUTS = {
     "DP 2, distributed optimizer": (2, "--use-distributed-optimizer"),
     "TP 2 SP CP 2, encoder divided": (4, f"{DIVIDED} --tensor-model-parallel-size 2 --sequence-parallel"),
     "PP 2 CP 2, encoder divided, recomputed": (4, f"{DIVIDED} --pipeline-model-parallel-size 2 --moonvit-recompute"),
+    "PP 2 CP 2, encoder divided, in bubbles": (
+        4, f"{DIVIDED.replace('dynamic-cp ', 'dynamic-cp,vision-bubble ', 1)} --pipeline-model-parallel-size 2"
+    ),
     "CP 2 DP 2, encoder divided, overlapped": (
         4, f"{DIVIDED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     ),
