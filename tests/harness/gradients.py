@@ -30,17 +30,18 @@ def main() -> None:
     perturb = rest[0] == "--perturb"
     if perturb:
         rest = rest[1:]
-    watch = functools.partial(_watch, directory=Path(directory), perturb=perturb)
+    watch = functools.partial(write_gradients, directory=Path(directory), perturb=perturb)
     hook_training(rest[0], lambda module: before_training(module, watch))
     record(directory, digest=False, target=rest[0])
     sys.argv = rest
     runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
 
 
-def _watch(arguments: dict[str, Any], directory: Path, perturb: bool) -> None:
+def write_gradients(arguments: dict[str, Any], directory: Path, perturb: bool = False) -> None:
+    """For `before_training`: the first step's gradients go to `directory`."""
     model, optimizer = arguments["model"], arguments["optimizer"]
     if perturb:
-        _perturb(model)
+        make_vectors_random(model)
         optimizer.reload_model_params()
     step, done = optimizer.step, []
 
@@ -53,7 +54,8 @@ def _watch(arguments: dict[str, Any], directory: Path, perturb: bool) -> None:
     optimizer.step = step_after_dump
 
 
-def _perturb(model) -> None:
+def make_vectors_random(model) -> None:
+    """Every one-dimensional parameter; call `reload_model_params` of the optimizer afterwards."""
     generator = torch.Generator().manual_seed(1234)
     with torch.no_grad():
         for chunk in model:
@@ -63,20 +65,30 @@ def _perturb(model) -> None:
 
 
 def _dump(model, path: Path) -> None:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-
     shards = []
     for chunk in model:
         _complete_distributed_gradients(chunk)
         with _gradients_as_parameters(chunk):
-            sharded = chunk.sharded_state_dict()
-            apply_factories(sharded)
-        for tensor in nested_values(sharded):
-            if isinstance(tensor, ShardedTensor) and tensor.data is not None:
-                shards.append((tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.detach().clone()))
+            shards += _shards(chunk)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(shards, path)
+
+
+def save_parameters(model, directory: Path) -> None:
+    """This rank's shards of the parameters as they are now, for `assemble(directory, "parameters")`."""
+    shards = [shard for chunk in model for shard in _shards(chunk)]
+    torch.save(shards, directory / f"parameters{os.environ.get('RANK', '0')}.pt")
+
+
+def _shards(chunk) -> list[tuple]:
+    """(name, global shape, offset, values) of everything that the chunk would write into a checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    sharded = chunk.sharded_state_dict()
+    apply_factories(sharded)
+    tensors = (item for item in nested_values(sharded) if isinstance(item, ShardedTensor) and item.data is not None)
+    return [(item.key, item.global_shape, item.global_offset, item.data.detach().clone()) for item in tensors]
 
 
 @contextmanager
@@ -119,10 +131,10 @@ def _complete_distributed_gradients(chunk) -> None:
             bucket.grad_data.copy_(torch.cat(gathered))
 
 
-def assemble(directory: Path, replica_tolerance: float = 1e-6) -> dict[str, torch.Tensor]:
-    """Every whole gradient from the shards of all ranks; replicas must agree and no element may be missing."""
+def assemble(directory: Path, what: str = "grads", replica_tolerance: float = 1e-6) -> dict[str, torch.Tensor]:
+    """Every whole gradient (or parameter) from the shards of all ranks; replicas must agree, no element be missing."""
     full: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(directory).glob("grads*.pt")):
+    for path in sorted(Path(directory).glob(f"{what}*.pt")):
         for key, shape, offset, data in torch.load(path, weights_only=False):
             whole = full.setdefault(key, torch.full(shape, float("nan"), dtype=data.dtype))
             # Equal layers are stacked along a prepended axis, of which a shard holds one entry.
@@ -134,7 +146,7 @@ def assemble(directory: Path, replica_tolerance: float = 1e-6) -> dict[str, torc
                 assert difference <= replica_tolerance, f"replicas of {key} differ by {difference:.1e} in {path.name}"
             region.copy_(data)
     holes = [key for key, whole in full.items() if torch.isnan(whole).any()]
-    assert not holes, f"gradient elements that no rank reported: {holes}"
+    assert not holes, f"{what}: elements that no rank reported: {holes}"
     return full
 
 

@@ -44,7 +44,7 @@ def main() -> None:
         rest = rest[1:]
     watches = [functools.partial(_watch, directory=Path(directory), skew=skew)]
     if not no_gradients:
-        watches.append(functools.partial(gradients._watch, directory=Path(directory), perturb=skew))
+        watches.append(functools.partial(gradients.write_gradients, directory=Path(directory), perturb=skew))
     for watch in watches:
         hook_training(rest[0], lambda module, watch=watch: before_training(module, watch))
     record(directory, digest=False, target=rest[0])
