@@ -1,4 +1,4 @@
-"""Rules that give saved tensors their policy by name: ``attention.*=fp8+cpu, experts.act=recompute@1-4``.
+"""Rules that give saved tensors their policy by name: ``attention.*=fp8+cpu, experts.act@1-4=recompute``.
 
 A pattern is matched against a tensor's name with shell wildcards (``*`` crosses dots), and a pattern without one also
 covers everything below it: ``attention`` is ``attention`` and ``attention.*``. The LAST rule that matches decides. A
@@ -76,8 +76,16 @@ def _parse(text: str) -> Rule:
     pattern, at, layers = left.partition("@")
     if not equals or not pattern.strip():
         raise FeatureError(
-            f"--activation-policy: rule {text!r} is not of the form NAME=POLICY or NAME@FIRST-LAST=POLICY"
+            f"--activation-policy: rule {text!r} is not of the form NAME=POLICY or NAME@FIRST-LAST=POLICY; a file of"
+            " rules ends in .yaml"
         )
+    name, at_the_end, where = policy.partition("@")
+    if at_the_end:
+        raise FeatureError(
+            f"--activation-policy: rule {text!r}: layers stand before the policy, {pattern.strip()}@{where}={name}"
+        )
+    if "=" in policy:
+        raise FeatureError(f"--activation-policy: rule {text!r} holds more than one '='; rules are separated by commas")
     return _rule(text, pattern.strip(), policy, layers.strip() if at else None)
 
 
@@ -115,8 +123,14 @@ def _yaml_rule(path: Path, number: int, item: Any) -> Rule:
     where = f"{path}, rule {number}"
     if not isinstance(item, dict) or not {"match", "policy"} <= item.keys() <= {"match", "policy", "layers"}:
         raise FeatureError(f"--activation-policy {where}: write match, policy and, if need be, layers; found {item!r}")
+    match = item["match"]
+    if not isinstance(match, str) or not match.strip() or set(match) & set("@=,"):
+        raise FeatureError(
+            f"--activation-policy {where}: match {match!r} must be the name of a tensor or module, with or without"
+            " wildcards; layers and policy have fields of their own"
+        )
     layers = item.get("layers")
-    return _rule(where, str(item["match"]), str(item["policy"]), None if layers is None else str(layers))
+    return _rule(where, match.strip(), str(item["policy"]), None if layers is None else str(layers))
 
 
 class RuleBook:

@@ -41,6 +41,9 @@ def test_unknown_policies_and_compositions_are_refused(text, message):
         ("mlp@0-2=cpu", "counted from 1"),
         ("mlp@3-2=cpu", "counted from 1"),
         ("mlp@x=cpu", "counted from 1"),
+        ("mlp=cpu@1-4", "mlp@1-4=cpu"),
+        ("mlp=cpu;attention=fp8", "separated by commas"),
+        ("rules.json", "a file of rules ends in .yaml"),
         ("missing.yaml", "missing.yaml"),
     ],
 )
@@ -56,6 +59,10 @@ def test_flag_and_yaml_say_the_same(tmp_path):
     file.write_text("- {match: mlp, policy: cpu, layer: 3}\n")
     with pytest.raises(FeatureError, match="rule 1: write match, policy"):
         parse_rules(str(file))
+    for match in ("", "3", "mlp@3", "'mlp=cpu'"):
+        file.write_text(f"- {{match: {match}, policy: cpu}}\n")
+        with pytest.raises(FeatureError, match="rule 1: match .* must be the name"):
+            parse_rules(str(file))
     file.write_text("mlp: cpu\n")
     with pytest.raises(FeatureError, match="must hold a list"):
         parse_rules(str(file))
