@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,6 +23,12 @@ from k3_plugins.post_training.xtml.encode import encode
 
 TooLong = Literal["error", "drop"]
 _FIELDS = {"messages", "tools", "effort", "once"}
+_MESSAGE_FIELDS = {
+    "system": {"content"},
+    "user": {"content"},
+    "assistant": {"content", "reasoning_content", "tool_calls", "weight"},
+    "tool": {"content", "tool_call_id"},
+}
 _SHOWN = 20
 
 
@@ -110,7 +116,7 @@ def convert(line: str, tokenizer: TemplateTokenizer) -> Sample:
     """
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"is no JSON ({error})") from error
     if not isinstance(record, dict) or not isinstance(record.get("messages"), list):
         raise ValueError('must be an object with a list "messages"')
@@ -119,11 +125,14 @@ def convert(line: str, tokenizer: TemplateTokenizer) -> Sample:
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_FIELDS))}")
     if not all(isinstance(message, dict) for message in record["messages"]):
         raise ValueError("every message must be an object")
+    for number, message in enumerate(record["messages"]):
+        _check_fields(number, message)
+    tools = record.get("tools")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError('"tools" must be a list of objects, the declarations')
     if not isinstance(record.get("once", {}), dict):
         raise ValueError('"once" must be an object, name to value')
-    conversation = Conversation(
-        record["messages"], record.get("tools"), record.get("effort"), dict(record.get("once", {}))
-    )
+    conversation = Conversation(record["messages"], tools, record.get("effort"), dict(record.get("once", {})))
     try:
         segments = encode(conversation)
     except ConversationError as error:
@@ -137,3 +146,16 @@ def convert(line: str, tokenizer: TemplateTokenizer) -> Sample:
     if not any(train):
         raise ValueError("there is nothing to train on: no assistant message with weight 1")
     return Sample(np.array(ids, dtype=np.int32), np.array(train, dtype=bool))
+
+
+def _check_fields(number: int, message: dict[str, Any]) -> None:
+    """Nothing is left out in silence: a field that the template has no place for must be empty (null, 0, "", [])."""
+    known = _MESSAGE_FIELDS.get(message.get("role")) if isinstance(message.get("role"), str) else None
+    if known is None:  # an unknown role is answered by the template
+        return
+    for name, value in message.items():
+        if name not in known and name != "role" and value:
+            raise ValueError(
+                f"message {number}: a message of role {message['role']} has no field {name!r} in the template, only"
+                f" {', '.join(sorted(known))}; remove it"
+            )

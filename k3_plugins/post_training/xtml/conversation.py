@@ -73,7 +73,7 @@ def canonical(conversation: Conversation) -> Conversation:
             messages.append(known)
         elif role == "tool":
             key = message.get("tool_call_id")
-            if key not in dict(pending):
+            if not isinstance(key, str) or key not in dict(pending):
                 raise ConversationError(
                     f"message {number}: tool_call_id {key!r} is none of the calls {[name for name, _ in pending]} of"
                     " the assistant message before it"
@@ -115,13 +115,18 @@ def _assistant(
     if weight == 0:
         known["weight"] = 0
     calls, pending = [], []
-    for index, call in enumerate(message.get("tool_calls") or ()):
-        function = call.get("function") or {}
-        tool, arguments = function.get("name"), function.get("arguments")
+    asked = message.get("tool_calls") or []
+    if not isinstance(asked, list):
+        raise ConversationError(f"message {number}: tool_calls must be a list, it is {asked!r}")
+    for index, call in enumerate(asked):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        tool, arguments = (function.get(k) for k in ("name", "arguments")) if isinstance(function, Mapping) else (0, 0)
         if not isinstance(tool, str) or not tool or not isinstance(arguments, str):
             raise ConversationError(
                 f"message {number}: call {index} needs function.name and function.arguments, two strings"
             )
+        if not isinstance(call.get("id") or "", str):
+            raise ConversationError(f"message {number}: the id of call {index} must be a string, it is {call['id']!r}")
         own = call_id(tool, index)
         calls.append({"id": own, "type": "function", "function": {"name": tool, "arguments": _normal(arguments)}})
         pending.append((call.get("id") or own, {"tool": tool, "index": str(index)}))

@@ -78,6 +78,11 @@ BAD = [
     (json.dumps({**GOOD, "temperature": 1}), "unknown field 'temperature'; known are effort, messages, once, tools"),
     (json.dumps({**GOOD, "once": []}), '"once" must be an object'),
     (json.dumps({**GOOD, "effort": "huge"}), "thinking effort 'huge' is none of"),
+    ('{"messages":' + "[" * 100_000, "is no JSON (maximum recursion depth"),
+    (json.dumps({**GOOD, "tools": "f"}), '"tools" must be a list of objects'),
+    (json.dumps({**GOOD, "tools": ["f"]}), '"tools" must be a list of objects'),
+    ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', "role user has no field 'weight'"),
+    ('{"messages": [{"role": "assistant", "content": "a", "reasoning": "b"}]}', "has no field 'reasoning' in the temp"),
     ('{"messages": [{"role": "bot", "content": "a"}]}', "message 0: role 'bot' is none of"),
     ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to train on: no assistant message"),
     ('{"messages": [{"role": "user", "content": 1}]}', "content must be a string"),
@@ -94,6 +99,12 @@ def test_every_bad_line_is_named(tokenizer, tmp_path):
     assert len(lines) == len(BAD)
     for number, (line, (_, reason)) in enumerate(zip(lines, BAD, strict=True), start=3):
         assert line.strip().startswith(f"{file}:{number}: ") and reason in line
+
+
+def test_empty_fields_of_other_makers_are_no_fault(tokenizer):
+    answer = {"role": "assistant", "content": "b", "refusal": None, "annotations": [], "tool_calls": None}
+    messages = [{"role": "user", "content": "a", "weight": 0}, answer]
+    assert convert(json.dumps({"messages": messages}), tokenizer).train.any()
 
 
 def test_long_conversations_are_refused_or_counted(tokenizer, tmp_path):

@@ -263,6 +263,11 @@ def test_malformed_answers(inside, reason):
         ([{"role": "tool", "tool_call_id": "x", "content": ""}], None, "none of the calls"),
         ([{"role": "assistant", "content": "", "weight": 2}], None, "weight 2"),
         ([{"role": "assistant", "tool_calls": [CALL, CALL]}], None, "two calls with one id"),
+        ([{"role": "tool", "tool_call_id": ["x"], "content": ""}], None, "none of the calls"),
+        ([{"role": "assistant", "tool_calls": [{**CALL, "id": ["x"]}]}], None, "id of call 0 must be a string"),
+        ([{"role": "assistant", "tool_calls": "f"}], None, "tool_calls must be a list"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], None, "call 0 needs function.name"),
+        ([{"role": "assistant", "tool_calls": [{"function": "f"}]}], None, "call 0 needs function.name"),
         ([], "some", "thinking effort 'some'"),
     ],
 )
