@@ -10,8 +10,11 @@ width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +25,71 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from k3_plugins.vision.dynamic_cp.layout import Layout, Message, Rows, columns, token_slots
-from k3_plugins.vision.moonvit.geometry import MERGE, Piece, Run
+from k3_plugins.vision.moonvit.geometry import MERGE, Clip, Piece, Run
 from k3_plugins.vision.moonvit.packed import Packed, attend_whole, merge_whole, rows_of_videos
 
 
-def exchange(x: Tensor, message: Message, group: ProcessGroup) -> Tensor:
-    """Send rows of ``x`` to the other ranks; those received, in the order of ranks. The gradient goes back."""
-    rows = x.index_select(0, torch.from_numpy(message.send).to(x.device))
+def exchange(x: Tensor, message: Message, group: ProcessGroup, send: Tensor | None = None) -> Tensor:
+    """Send rows of ``x`` to the other ranks; those received, in the order of ranks. The gradient goes back.
+
+    Args:
+        send: ``message.send`` where ``x`` is, if it is there already.
+    """
+    rows = x.index_select(0, torch.from_numpy(message.send).to(x.device) if send is None else send)
     return all_to_all(group, rows, list(message.receive_counts), list(message.send_counts))
+
+
+class _Job(NamedTuple):
+    """An attention problem: queries of a piece among keys of the pool."""
+
+    queries: Tensor
+    """Rows of the piece, ``[b, q]``."""
+    keys: tuple[int, int]
+    """b and the keys of each."""
+
+
+class _Part(NamedTuple):
+    """What a rank holds of one clip."""
+
+    rows: slice
+    clip: Clip
+    jobs: list[_Job]
+    """Empty for a whole clip."""
+    back: Tensor | None
+    """From the order of the jobs to that of the rows."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Spatial or temporal attention of a rank's rows, with indices where the rows are."""
+
+    message: Message | None
+    """None: no clip is split."""
+    send: Tensor | None
+    keys: Tensor
+    """Rows of the pool for all jobs."""
+    parts: list[_Part]
+
+    @classmethod
+    def make(cls, layout: Layout, rank: int, across_time: bool, device: torch.device) -> _Plan:
+        """Of the clips of ``layout``."""
+        message, table = None, {}
+        if layout.split:
+            needs = layout.time_needs if across_time else layout.space_needs
+            message, table = layout.message(rank, {other: needs(other) for other in range(layout.group_size)})
+        parts, keys, start = [], [np.arange(0)], 0
+        for number, piece in layout.pieces(rank).items():
+            rows = slice(start, start + piece.patches)
+            start += piece.patches
+            jobs, order = [], [np.arange(0)]
+            for queries, places in _jobs(piece, table[number], across_time) if number in table else ():
+                jobs.append(_Job(torch.from_numpy(queries.copy()).to(device), places.shape))
+                order.append(queries.reshape(-1))
+                keys.append(places.reshape(-1))
+            back = torch.from_numpy(np.argsort(np.concatenate(order))).to(device) if jobs else None
+            parts.append(_Part(rows, piece.clip, jobs, back))
+        send = None if message is None else torch.from_numpy(message.send).to(device)
+        return cls(message, send, torch.from_numpy(np.concatenate(keys)).to(device), parts)
 
 
 class Split(Packed):
@@ -44,6 +104,7 @@ class Split(Packed):
         self.layout, self.group, self.rank = layout, group, group.rank()
         self.numbered = layout.pieces(self.rank)
         self.pieces = list(self.numbered.values())
+        self._plans: dict[tuple[torch.device, bool], _Plan] = {}
 
     @cached_property
     def video_rows(self) -> Tensor | None:
@@ -58,72 +119,46 @@ class Split(Packed):
         numbers = [number for number, clip in enumerate(layout.clips) if clip.t > 1]
         return Layout([layout.clips[k] for k in numbers], [layout.owners[k] for k in numbers], layout.group_size)
 
-    @cached_property
-    def _space(self) -> tuple[Message, dict[int, Rows]]:
-        ranks = range(self.layout.group_size)
-        return self.layout.message(self.rank, {rank: self.layout.space_needs(rank) for rank in ranks})
-
-    @cached_property
-    def _time(self) -> tuple[Message, dict[int, Rows]]:
-        ranks = range(self.layout.group_size)
-        return self._videos.message(self.rank, {rank: self._videos.time_needs(rank) for rank in ranks})
-
     def attend_space(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within each frame, ``[L, n, k]`` to ``[L, n*k]``."""
-        if not self.layout.split:
-            return self._attend(q, k, v, self.layout, None, across_time=False)
-        message, table = self._space
-        return self._attend(q, k, v, self.layout, self._pool(k, v, message), table, across_time=False)
+        return self._attend(q, k, v, across_time=False)
 
     def attend_time(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention across the frames of each place; the rows are those of ``video_rows``."""
-        if not self.layout.splits_video:
-            return self._attend(q, k, v, self._videos, None, across_time=True)
-        message, table = self._time
-        return self._attend(q, k, v, self._videos, self._pool(k, v, message), table, across_time=True)
+        return self._attend(q, k, v, across_time=True)
 
-    def _pool(self, k: Tensor, v: Tensor, message: Message) -> Tensor:
-        """Own keys and values and those of others, ``[L + R, n, 2*k]``."""
-        own = torch.cat([k, v], dim=-1)
-        return torch.cat([own, exchange(own, message, self.group)])
+    def _plan(self, device: torch.device, across_time: bool) -> _Plan:
+        """Made once; every block of the encoder does the same."""
+        if (device, across_time) not in self._plans:
+            layout = self._videos if across_time else self.layout
+            self._plans[device, across_time] = _Plan.make(layout, self.rank, across_time, device)
+        return self._plans[device, across_time]
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layout: Layout,
-        pool: Tensor | None,
-        table: dict[int, Rows] | None = None,
-        *,
-        across_time: bool,
-    ) -> Tensor:
-        """Whole clips among their own rows, pieces among the rows of ``pool``."""
-        pieces = layout.pieces(self.rank)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, across_time: bool) -> Tensor:
+        """Whole clips among their own rows, pieces among their own and the received ones."""
+        plan = self._plan(q.device, across_time)
         # No rows, but a place in the graph for the exchange and the weights: see the module docstring.
         empty = q[:0] * k[:0] * v[:0]
-        parts = [(empty if pool is None else empty + pool[:0].chunk(2, dim=-1)[0]).flatten(1)]
-        jobs = {n: _jobs(piece, table[n], across_time) for n, piece in pieces.items() if n in layout.split}
-        keys = iter(_gathered(pool, [rows for group in jobs.values() for _, rows in group]))
-        start = 0
-        for number, piece in pieces.items():
-            rows = slice(start, start + piece.patches)
-            start += piece.patches
-            if number not in jobs:
-                parts.append(attend_whole(q[rows], k[rows], v[rows], [piece.clip], across_time=across_time))
+        keys: list[Tensor] = []
+        if plan.message is not None:
+            own = torch.cat([k, v], dim=-1)
+            pool = torch.cat([own, exchange(own, plan.message, self.group, plan.send)])
+            empty = empty + pool[:0].chunk(2, dim=-1)[0]
+            # Taken in one step, so that their gradients are added in one.
+            keys = list(pool[plan.keys].split([math.prod(job.keys) for part in plan.parts for job in part.jobs]))
+        outputs = [empty.flatten(1)]
+        for part in plan.parts:
+            if not part.jobs:
+                qkv = (x[part.rows] for x in (q, k, v))
+                outputs.append(attend_whole(*qkv, [part.clip], across_time=across_time))
                 continue
-            order = []
             attended = []
-            for queries, _ in jobs[number]:
-                kv = next(keys)
-                grouped = rearrange(q[rows][torch.from_numpy(queries).to(q.device)], "b q n k -> b n q k")
-                out = scaled_dot_product_attention(grouped, *rearrange(kv, "b q n k -> b n q k").chunk(2, dim=-1))
-                attended.append(rearrange(out, "b n q k -> (b q) (n k)"))
-                order.append(queries.reshape(-1))
-            if order:
-                back = torch.from_numpy(np.argsort(np.concatenate(order))).to(q.device)
-                parts.append(torch.cat(attended)[back])
-        return torch.cat(parts)
+            for job in part.jobs:
+                queries = rearrange(q[part.rows][job.queries], "b q n k -> b n q k")
+                key, value = rearrange(keys.pop(0).unflatten(0, job.keys), "b q n k -> b n q k").chunk(2, dim=-1)
+                attended.append(rearrange(scaled_dot_product_attention(queries, key, value), "b n q k -> (b q) (n k)"))
+            outputs.append(torch.cat(attended)[part.back])
+        return torch.cat(outputs)
 
     def merge(self, x: Tensor) -> Tensor:
         """Mean over the frames of each clip (in at least fp32), then 2 x 2 pixel shuffle: ``[L, d]`` to ``[m, 4, d]``.
@@ -188,15 +223,6 @@ def _jobs(piece: Piece, table: Rows, across_time: bool) -> list[tuple[Rows, Rows
             keys = frames[:, None] * size + np.arange(size)
             jobs.append((queries, table[keys]))
     return jobs
-
-
-def _gathered(pool: Tensor | None, tables: Sequence[Rows]) -> list[Tensor]:
-    """The keys and values of every job, taken in one step, so that their gradients are added in one."""
-    if pool is None or not tables:
-        return []
-    rows = np.concatenate([table.reshape(-1) for table in tables])
-    taken = pool[torch.from_numpy(rows).to(pool.device)].split([table.size for table in tables])
-    return [part.unflatten(0, table.shape) for part, table in zip(taken, tables, strict=True)]
 
 
 def _slots(piece: Piece) -> tuple[Rows, Rows]:
