@@ -69,6 +69,7 @@ class Session:
         self.rank, size = groups[0].rank(), groups[0].size()
         self.trains = plan is not None and replica.trained
         self.peak_activations = 0
+        self._flushed = False
         self._record: list[tuple[Work, int, Any, Any]] = []  # work, index, start, end
         forwards: list[list[int]] = [[i for i, rank in enumerate(owner) if rank == r] for r in range(size)]
         self._text: dict[bool, deque[Task]] = {True: deque(), False: deque()}
@@ -154,6 +155,7 @@ class Session:
         self.run_due()
         if self.trains:
             self.replica.reduce_gradients()
+        self._flushed = True
 
     def finish(self) -> None:
         """End of the schedule.
@@ -161,7 +163,8 @@ class Session:
         Raises:
             RuntimeError: if anything is left over or the executed order is not the plan's.
         """
-        self.run_due()
+        if not self._flushed:
+            self.flush()
         for sender in self._senders.values():
             sender.finish()
         left = {

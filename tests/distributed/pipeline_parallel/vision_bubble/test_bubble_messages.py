@@ -64,7 +64,7 @@ def _trace_case(rank, p, v, m, communication="overlap"):
 
         def forward(self):
             """Numbers that tell stage and micro-batch; what arrives must be the previous stage's of the same one."""
-            number = 100.0 * self.count + self.stage
+            number = 100.0 * self.count + self.stage + 1
             self.count += 1
             if self.stage == 0:
                 return self.weight * torch.full((2, 1, 4), number)

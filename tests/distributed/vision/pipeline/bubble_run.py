@@ -21,7 +21,8 @@ from tests.harness.recorded import hook_training
 
 
 def main() -> None:
-    hook_training(sys.argv[2], lambda module: _watch(Path(sys.argv[1])))
+    directory = Path(sys.argv[1])
+    hook_training(sys.argv[2], lambda module: _watch(directory))
     gradients.main()
 
 

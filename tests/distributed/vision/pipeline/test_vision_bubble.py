@@ -5,6 +5,9 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.distributed.vision.pipeline.uneven_runs import Run
+from tests.harness import losses
+
 MODULE = "tests.distributed.vision.pipeline.bubble_run"
 STEPS = 20
 VPP_2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
@@ -19,6 +22,7 @@ LAYOUTS = {
     "PP 2, DP 2": (4, f"{VPP_2} --use-distributed-optimizer"),
     "PP 2, TP 2, SP": (4, f"{VPP_2} --tensor-model-parallel-size 2 --sequence-parallel"),
     "PP 2, CP 2": (4, f"{VPP_2} --context-parallel-size 2"),
+    "PP 2, CP 2, dynamic-cp": (4, f"{VPP_2} --context-parallel-size 2 --k3-plugins dynamic-cp"),
     "PP 2, attnres": (2, f"{VPP_2} --k3-plugins attnres"),
     "PP 2, muon": (2, f"{VPP_2} --k3-plugins per-head-muon"),
     "PP 2, recompute": (2, f"{VPP_2} --moonvit-recompute"),
@@ -26,13 +30,15 @@ LAYOUTS = {
 FAST = ["PP 2, VPP 2", "PP 2, VPP 2, frozen"]
 
 
+def recorded(run, nprocs):
+    """By rank and step, what bubble_run wrote."""
+    files = [run.folder / f"bubble{rank}.jsonl" for rank in range(nprocs)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
 def scheduled(runs, nprocs, flags):
     run = runs(nprocs, f"{flags} --k3-plugins vision-bubble --vision-bubble-pieces 3", MODULE)
-    ranks = [
-        [json.loads(line) for line in (run.folder / f"bubble{rank}.jsonl").read_text().splitlines()]
-        for rank in range(nprocs)
-    ]
-    return run, ranks
+    return run, recorded(run, nprocs)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +71,21 @@ def test_bubbles_equal_the_encoder_in_stage_0(layout, runs):
     assert first == [[1.0] * len(first[0])] * size and first not in later and later[3] == later[-1] != later[0]
 
 
+@pytest.mark.slow
+def test_expert_parallel_replicas_follow_one_plan(runs, tmp_path):
+    """Exchanges of experts tie two replicas with different images together inside text tasks."""
+    flags = f"""{VPP_2} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
+        --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type none --expert-model-parallel-size 2
+        --global-batch-size 16 --use-distributed-optimizer"""
+    in_stage_0 = Run(tmp_path / "one", runs.launch(tmp_path / "one", 4, flags))
+    flags += " --k3-plugins vision-bubble --vision-bubble-pieces 3"
+    run = Run(tmp_path / "two", runs.launch(tmp_path / "two", 4, flags, MODULE))
+    run.assert_equals(in_stage_0)
+    for lines in zip(*recorded(run, 4), strict=True):
+        assert len({json.dumps(line["owner"]) for line in lines}) == 1
+        assert all(line["executed"] == line["planned"] for line in lines)
+
+
 def test_what_is_hidden_is_logged(runs):
     """From the executed trace: by rank and on average, in the metrics and in the witness."""
     board = runs.root / "board"
@@ -87,6 +108,14 @@ def test_a_plan_that_would_deadlock_is_refused_at_start_up(runs, tmp_path):
     assert result.rc == 2 and not result.timed_out
     for log in result.logs:
         assert "vision-bubble: the plan's event graph has a cycle: rank" in log
+
+
+@pytest.mark.slow
+def test_that_plan_does_deadlock(runs, tmp_path):
+    """Without the check, with a time limit: what is refused above would never end."""
+    flags = f"{runs.start} {VPP_2} --k3-plugins vision-bubble"
+    result = runs.launch(tmp_path, 2, flags, MODULE, env={"K3_TEST_BUBBLE": "unchecked"}, check=False, timeout=60)
+    assert result.timed_out
 
 
 @pytest.mark.parametrize(
@@ -116,8 +145,6 @@ def test_checkpoints_move_between_both(optimizer, runs, tmp_path):
         flags = f"{VPP_2} {optimizer} --save {save} --save-interval 2"
         runs.launch(tmp_path / first, 2, f"{runs.start} {flags} --exit-interval 2 {plugins[first]}")
         runs.launch(tmp_path / second / "resumed", 2, f"--load {save} {VPP_2} {optimizer} {plugins[second]}")
-        from tests.harness import losses
-
         resumed = losses.read(tmp_path / second / "resumed")
         assert sorted(resumed) == [3, 4]
         assert losses.relative_difference(resumed, {step: whole.steps[step] for step in resumed}) <= 2e-5

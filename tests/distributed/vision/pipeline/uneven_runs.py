@@ -86,7 +86,8 @@ class Runs:
         self, folder: Path, nprocs: int, flags: str, module: str = "tests.harness.gradients", **options
     ) -> Result:
         """Run once more, without loading anything that the flags do not name."""
-        return launch(module, [folder, DOOR, *self.words, *flags.split()], nprocs=nprocs, timeout=280, **options)
+        options = {"timeout": 280, **options}
+        return launch(module, [folder, DOOR, *self.words, *flags.split()], nprocs=nprocs, **options)
 
     def __call__(self, nprocs: int = 1, flags: str = "", module: str = RECORDER) -> Run:
         if (nprocs, flags) not in self._done:
