@@ -14,26 +14,5 @@ GLOBAL_BATCH="${GLOBAL_BATCH:-256}" LR="${LR:-3e-4}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 read_data_args
 
-PRECISION_ARGS=(--bf16)
-
-OVERLAP_ARGS=(
-    --overlap-grad-reduce
-    --overlap-param-gather
-)
-
-MOE_ARGS=(--moe-token-dispatcher-type alltoall)
-
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-launch \
-    "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${MEMORY_ARGS[@]}" \
-    "${PRECISION_ARGS[@]}" \
-    "${OVERLAP_ARGS[@]}" \
-    "${MOE_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${CHECKPOINT_ARGS[@]}" \
-    "${LOG_ARGS[@]}" \
-    "$@"
+train_on_gpus "$@"
 report

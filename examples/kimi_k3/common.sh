@@ -8,7 +8,16 @@
 #   ACTIVATION_POLICY   how saved activations are stored, for example "attention.*=fp8+cpu, mlp=recompute" [all stay]
 #   TRAIN_ITERS, SEQ_LENGTH, MICRO_BATCH, GLOBAL_BATCH, LR
 #   TP PP CP EP NPROC   tensor, pipeline, context, expert parallel sizes, and processes on this machine
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several machines; under SLURM only NNODES is needed
+#
+# --dry-run as the first word after a script's name prints the resolved configuration, the parallel layout and the memory
+# plan, and starts nothing; it needs neither GPUs nor data.
 set -euo pipefail
+DRY_RUN=""
+if [ "${1:-}" = --dry-run ]; then
+    DRY_RUN=1
+    shift
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup_env.sh
 
@@ -23,7 +32,9 @@ GLOBAL_BATCH="${GLOBAL_BATCH:-16}"
 LR="${LR:-2e-3}"
 TP="${TP:-1}" PP="${PP:-1}" CP="${CP:-1}" EP="${EP:-1}" NPROC="${NPROC:-2}"
 
-mkdir -p "$RUN"
+MODEL_FLAGS=("${MODEL_FLAGS[@]}")
+
+[ -n "$DRY_RUN" ] || mkdir -p "$RUN"
 
 # Then: python -m k3_plugins.memory.report $RUN/activations
 MEMORY_ARGS=()
@@ -84,6 +95,10 @@ LOG_ARGS=(
 )
 
 read_data_args() {
+    if [ -n "$DRY_RUN" ] && [ ! -f "$DATA/dataset.json" ]; then
+        DATA_ARGS=(--tokenizer-type NullTokenizer --vocab-size "${VOCABULARY:-257}")
+        return
+    fi
     if [ ! -f "$DATA/dataset.json" ]; then
         echo "no data set in $DATA: run examples/kimi_k3/01_prepare_data.sh first, or set DATA=FOLDER" >&2
         exit 1
@@ -91,20 +106,52 @@ read_data_args() {
     mapfile -t DATA_ARGS < <("$K3_PYTHON" -m k3_plugins.data.flags "$DATA")
 }
 
-# launch ARGS...: the same program ($PROGRAM, by default pre-training) on NPROC processes (and, with NNODES, NODE_RANK and
-# MASTER_ADDR, on several machines).
+# launch ARGS...: the same program ($PROGRAM, by default pre-training) on NPROC processes of each of NNODES machines: by hand
+# on every machine, with NODE_RANK and MASTER_ADDR, or in a SLURM job, where srun starts one launcher per node.
 launch() {
-    local rendezvous=(--standalone)
-    if [ "${NNODES:-1}" -gt 1 ]; then
-        rendezvous=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
+    local program="${PROGRAM:-k3_plugins.pretrain_gpt}"
+    if [ -n "$DRY_RUN" ]; then
+        "$K3_PYTHON" -m k3_plugins.plan.dry_run --ranks $((${NNODES:-1} * NPROC)) --gpu-memory "${GPU_MEMORY:-80}" \
+            --door "$program" -- "$@"
+        return
     fi
-    "$K3_PYTHON" -m torch.distributed.run "${rendezvous[@]}" --nproc-per-node "$NPROC" -m "${PROGRAM:-k3_plugins.pretrain_gpt}" "$@"
+    local run=("$K3_PYTHON" -m torch.distributed.run)
+    local what=(--nproc-per-node "$NPROC" -m "$program" "$@")
+    if [ "${NNODES:-1}" -eq 1 ]; then
+        "${run[@]}" --standalone "${what[@]}"
+    elif [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+        export MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+        export MASTER_PORT="${MASTER_PORT:-29500}"
+        srun --kill-on-bad-exit=1 bash -c '
+            nodes=(--nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+            exec "$1" "$2" "$3" "${nodes[@]}" "${@:4}"' launcher "${run[@]}" "${what[@]}"
+    else
+        "${run[@]}" --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" \
+            --master-port "${MASTER_PORT:-29500}" "${what[@]}"
+    fi
+}
+
+# train_on_gpus FLAGS...: what every GPU script starts; bf16 with Megatron's overlap of communication.
+train_on_gpus() {
+    local gpu_args=(--bf16 --overlap-grad-reduce --overlap-param-gather --moe-token-dispatcher-type alltoall)
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    launch \
+        "${MODEL_ARGS[@]}" \
+        "${MODEL_FLAGS[@]}" \
+        "${TRAINING_ARGS[@]}" \
+        "${PARALLEL_ARGS[@]}" \
+        "${MEMORY_ARGS[@]}" \
+        "${gpu_args[@]}" \
+        "${DATA_ARGS[@]}" \
+        "${CHECKPOINT_ARGS[@]}" \
+        "${LOG_ARGS[@]}" \
+        "$@"
 }
 
 # The picture and the summary of the run so far, resumed parts included. (Megatron writes its event files on the last rank:
 # on several machines they may lie on another one.)
 report() {
-    if compgen -G "$RUN/tensorboard/*tfevents*" >/dev/null; then
+    if [ -z "$DRY_RUN" ] && compgen -G "$RUN/tensorboard/*tfevents*" >/dev/null; then
         "$K3_PYTHON" -m k3_plugins.report "$RUN"
     fi
 }
