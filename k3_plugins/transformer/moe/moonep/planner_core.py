@@ -297,7 +297,7 @@ def _drawn(
     lot = mixed(salt, step, num_experts)
     pieces = fewest + (lot >> 3) % (limit - fewest + 1) if limit > fewest else fewest
     end = _place(offered, count, gap * num_experts)
-    first = max(end - (pieces - 1 + (lot >> 8) % 1), 0)
+    first = max(end - (pieces - 1 + (lot >> 8) % 8), 0)
     if end - first < pieces - 1:
         return 0
     taken[:count] = False

@@ -148,7 +148,7 @@ def one_piece_suffices(loads: np.ndarray, target: np.ndarray) -> bool:
             for i in range(m):
                 possible, part = fed[r, i, s], s
                 while not possible and part > 0:
-                    possible = forest[part] and True and fed[r, i, s ^ part]
+                    possible = forest[part] and lack[part] <= loads[r * m + i] and fed[r, i, s ^ part]
                     part = (part - 1) & s
                 fed[r, i + 1, s] = possible
     return tree[sets - 1]
