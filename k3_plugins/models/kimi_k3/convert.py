@@ -58,6 +58,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "their MXFP4 values, instead of packed",
     )
     parser.add_argument(
+        "--without-vision",
+        action="store_true",
+        help="with --from-hf: the language model alone; the vision tower and its projector are left out",
+    )
+    parser.add_argument(
         "--ignore-config-field",
         action="append",
         default=[],
@@ -73,6 +78,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--to-hf needs --from DIR")
     if args.from_hf is not None and args.unpack_experts:
         parser.error("--unpack-experts belongs to --to-hf; packed experts are always unpacked on import")
+    if args.to_hf is not None and args.without_vision:
+        parser.error("--without-vision belongs to --from-hf; an export holds what the checkpoint holds")
     return args
 
 
@@ -83,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.from_hf is not None:
             from k3_plugins.models.kimi_k3.import_hf import import_checkpoint
 
-            flags = import_checkpoint(args.from_hf, args.to, args.ignore_config_field)
+            flags = import_checkpoint(args.from_hf, args.to, args.ignore_config_field, not args.without_vision)
             # A pattern like [1,0] and a folder with a space would not survive bash or zsh as they are.
             print(f"converted {args.from_hf} to {args.to}. To train on from it, use:\n  {shlex.join(flags)}")
         else:

@@ -194,9 +194,11 @@ def _original(
     if hf_source is not None:
         from k3_plugins.models.kimi_k3 import import_hf
 
-        description, weights, prefix = import_hf.open_folder(hf_source, ignore)
-        found = import_hf.match_names(description, weights, prefix)
+        vision = saved.config.vision is not None
+        description, weights, prefix = import_hf.open_folder(hf_source, ignore, vision)
+        found = import_hf.match_names(description, weights, prefix, vision)
         spelling = import_hf.read_spelling(found, weights, description, prefix)
+        spelling.vision = vision
         folder = hf_source
     else:
         sidecar = hf_folder.read_sidecar(iteration)
@@ -206,6 +208,8 @@ def _original(
             return [], spelling, hf_folder.with_quantization(config, mxfp4.PUBLISHED_FORMAT) if pack else config
         folder, spelling = sidecar
     config = hf_folder.read_json(folder / hf_folder.CONFIG)
+    if not spelling.vision:
+        config = hf_folder.without_vision(config)
     # Unknown fields were refused or accepted already, when the folder was opened or imported.
     accepted = {*config, *hf_config.language_model(config)}
     accepted |= {f"vision_config.{name}" for name in config.get("vision_config") or ()}

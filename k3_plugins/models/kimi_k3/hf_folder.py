@@ -23,6 +23,8 @@ SIDECAR_FOLDER = "hf"
 SIDECAR = "conversion.json"
 QUANTIZATION = "quantization_config"
 """Field of ``config.json`` that says how weights are packed."""
+VISION = "vision_config"
+"""Field of ``config.json`` with the vision encoder's sizes."""
 _FORMAT = 1
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -42,6 +44,8 @@ class Spelling:
     """Element type by entry."""
     other_dtypes: dict[str, str] = field(default_factory=dict)
     """Element type of single tensors that differ from their entry's."""
+    vision: bool = True
+    """Whether a vision tower, if there was one, was converted too."""
     unpacked: bool = False
     """Whether MXFP4 weights were unpacked; they are exported unpacked, unless quantization-aware training followed."""
 
@@ -96,6 +100,11 @@ def read_sidecar(iteration: Path) -> tuple[Path, Spelling] | None:
     if values.pop("format", None) != _FORMAT:
         raise ConversionError(f"{folder / SIDECAR} has another format: convert the checkpoint again")
     return folder, Spelling(**values)
+
+
+def without_vision(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A config of the language model alone."""
+    return {name: value for name, value in values.items() if name != VISION}
 
 
 def without_quantization(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,13 +23,16 @@ RELEASE = "release"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) -> list[str]:
+def import_checkpoint(
+    source: Path, target: Path, ignore: Sequence[str] = (), vision: bool = True
+) -> list[str]:
     """Convert a folder.
 
     Args:
         source: ``config.json`` and safetensors.
         target: checkpoint folder for ``--load``; must not exist.
         ignore: fields of ``config.json`` that the user declares harmless.
+        vision: False leaves a vision tower and its projector out.
 
     Returns:
         the words of the flag line that loads the checkpoint.
@@ -38,9 +41,10 @@ def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) ->
         ConversionError: listing everything that does not fit. The target then does not exist.
     """
     with hf_folder.new_folder(target) as folder:
-        description, weights, prefix = open_folder(source, ignore)
-        found = match_names(description, weights, prefix)
+        description, weights, prefix = open_folder(source, ignore, vision)
+        found = match_names(description, weights, prefix, vision)
         spelling = read_spelling(found, weights, description, prefix)
+        spelling.vision = vision
         _refuse_missing_features(description)
 
         from k3_plugins.models.kimi_k3 import megatron_session
@@ -63,9 +67,13 @@ def import_checkpoint(source: Path, target: Path, ignore: Sequence[str] = ()) ->
     return ["--k3-plugins", features, *words, "--ckpt-format", "torch_dist", "--load", str(target)]
 
 
-def open_folder(source: Path, ignore: Sequence[str] = ()) -> tuple[ModelDescription, Weights, str]:
+def open_folder(
+    source: Path, ignore: Sequence[str] = (), vision: bool = True
+) -> tuple[ModelDescription, Weights, str]:
     """The description, the weights and the prefix of the names; prints what of the config was not used."""
     config = hf_folder.read_json(source / hf_folder.CONFIG)
+    if not vision:
+        config = hf_folder.without_vision(config)
     text = hf_config.language_model(config)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32")
     weights = Weights(source, getattr(torch, dtype.removeprefix("torch."), torch.float32))
@@ -88,13 +96,18 @@ def _refuse_missing_features(description: ModelDescription) -> None:
         )
 
 
-def match_names(description: ModelDescription, weights: Weights, prefix: str) -> list[tuple[Place, str]]:
+def match_names(
+    description: ModelDescription, weights: Weights, prefix: str, vision: bool = True
+) -> list[tuple[Place, str]]:
     """Every tensor of the model with the name it was found under, in the order of the files.
+
+    Args:
+        vision: False does not look at the tensors of a vision tower.
 
     Raises:
         ConversionError: listing missing and unexpected names.
     """
-    names = weights.names
+    names = {name for name in weights.names if vision or not name.startswith(hf_names.VISION)}
     found, missing = [], []
     for place in hf_names.places(description, prefix):
         name = next((name for name in (place.hf, *place.others) if name in names), None)

@@ -8,12 +8,15 @@ distributed-checkpoint description and the table of names), and what generation 
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import torch
 
 CHUNKS = (7, 1, 20)
+GRID = (1, 4, 6)
+"""Frames, rows and columns of patches of an image."""
 DOOR = "k3_plugins.models.kimi_k3.generate"
 
 
@@ -26,22 +29,31 @@ def main() -> None:
     vocab = loaded.args.vocab_size
     logits = forward(loaded.model, ids)[..., :vocab]
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-    (loss + encoded_image(loaded.model)).backward()
+    image = encoded_image(loaded.model)
+    weight = torch.randn(image.shape, generator=torch.Generator().manual_seed(4))  # all of the encoder gets gradients
+    (loss + (image * weight).sum()).backward()
     gradients = published_gradients(loaded)
-    result = {"logits": logits.detach(), "gradients": gradients, "generation": generation(loaded.model, ids, vocab)}
+    result = {
+        "image": image.detach(),
+        "logits": logits.detach(),
+        "gradients": gradients,
+        "generation": generation(loaded.model, ids, vocab),
+    }
     torch.save(result, out)
 
 
 def encoded_image(model) -> torch.Tensor:
-    """A weighted sum of the tokens of a random image, so that the vision encoder gets gradients too; 0 without one."""
+    """Tokens of an image, ``[M, D]``; none if the model has no encoder."""
     if not hasattr(model, "vision_model"):
-        return torch.zeros(())
+        return torch.zeros(0)
     from k3_plugins.vision.moonvit.geometry import Clip
 
-    generator = torch.Generator().manual_seed(3)
-    width = 3 * model.vision_model.vit.moonvit_patch_size**2
-    tokens = model.vision_model(torch.rand(24, width, generator=generator) * 2 - 1, [Clip(1, 4, 6)])
-    return (tokens * torch.randn(tokens.shape, generator=generator)).sum()
+    return model.vision_model(random_patches(3 * model.vision_model.vit.moonvit_patch_size**2), [Clip(*GRID)])
+
+
+def random_patches(width) -> torch.Tensor:
+    """``[N, width]`` in [-1, 1]."""
+    return torch.rand(math.prod(GRID), width, generator=torch.Generator().manual_seed(3)) * 2 - 1
 
 
 def forward(model, ids):

@@ -139,7 +139,13 @@ def test_target_must_not_exist(tmp_path):
     assert "exists already" in refused(tmp_path / "hf", tmp_path / "out")
 
 
-@pytest.mark.parametrize("words", [[], ["--from-hf", "a"], ["--to-hf", "a"], ["--from-hf", "a", "--to-hf", "b"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([], ["--from-hf", "a"], ["--to-hf", "a"], ["--from-hf", "a", "--to-hf", "b"]),
+        ["--to-hf", "a", "--from", "b", "--without-vision"],
+    ],
+)
 def test_one_direction_must_be_asked_for(words, capsys):
     with pytest.raises(SystemExit) as stop:
         convert.arguments(words)

@@ -8,8 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from k3_plugins import features
+from k3_plugins.models.kimi_k3 import hf_names
+from k3_plugins.vision.moonvit.hf_names import from_hf
+from tests.distributed.vision.moonvit import literal_moonvit
 from tests.harness.launch import launch
-from tests.unit.models.kimi_k3 import small_k3
+from tests.unit.models.kimi_k3 import converted_model, small_k3
 
 MISSING = {"attnres", "latent-moe"} - {entry.name for entry in features.available()}
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"features that this version does not have: {sorted(MISSING)}")
@@ -57,14 +60,35 @@ def test_converted_back_it_is_bit_equal_and_unpacked(case):
     assert (root / "back" / "chat_template.jinja").is_file()
 
 
-def test_generation_equals_the_whole_forward(case):
+@pytest.fixture(scope="module")
+def computed(case):
+    """What the converted model computes."""
     root = case[0]
     ids = torch.randint(3, small_k3.VOCAB, (2, 70), generator=torch.Generator().manual_seed(5))
     torch.save(ids, root / "ids.pt")
     files = [root / "checkpoint", root / "ids.pt", root / "out.pt"]
     launch("tests.unit.models.kimi_k3.converted_model", files, timeout=300)
-    ours = torch.load(root / "out.pt")
-    found = ours["generation"]
+    return torch.load(root / "out.pt")
+
+
+def test_the_vision_tower_encodes_as_published(case, computed):
+    """An image through the converted tower, in fp32, and through NumPy in fp64 with the published tensors."""
+    weights = {
+        name: value.double().numpy()
+        for name, value in from_hf({n: v for n, v in case[1].items() if n.startswith(hf_names.VISION)}).items()
+    }
+    patches = converted_model.random_patches(3 * small_k3.PATCH**2).double().numpy()
+    heads, eps = small_k3.VISION_HEADS, 2.0**-23
+    tokens = literal_moonvit.encode(
+        weights, patches, [converted_model.GRID], heads=heads, eps=eps, resample=literal_moonvit.bilinear
+    )
+    expected = torch.from_numpy(literal_moonvit.project(weights, tokens, 1e-5))
+    assert computed["image"].shape == expected.shape == (6, small_k3.D) and float(expected.abs().max()) > 1
+    assert float((computed["image"] - expected).abs().max()) <= 1e-5  # fp32; measured 1.5e-6
+
+
+def test_generation_equals_the_whole_forward(computed):
+    ours, found = computed, computed["generation"]
     assert found["reference"].std() > 0.1
     for way in ("one chunk", "chunks", "tokens"):
         assert (found[way] - found["reference"]).abs().max() <= STEPS, way
@@ -81,6 +105,21 @@ def test_generation_equals_the_whole_forward(case):
         if not gradient.any() and not any(part in name for part in without)
     ]
     assert idle == []
+
+
+@pytest.mark.slow
+def test_the_language_model_alone(case, tmp_path):
+    root, values, _ = case
+    launch(CONVERT, ["--from-hf", root / "hf", "--to", tmp_path / "text", "--without-vision"], timeout=300)
+    launch(CONVERT, ["--to-hf", tmp_path / "back", "--from", tmp_path / "text"], timeout=300)
+    words = ["--to-hf", tmp_path / "named", "--from", tmp_path / "text", "--hf-config", root / "hf"]
+    launch(CONVERT, words, timeout=300)
+    for folder in ("back", "named"):
+        again = load_file(tmp_path / folder / "model.safetensors")
+        plain = {name for name in values if name.startswith("language_model.") and not name.endswith("_scale")}
+        assert again.keys() == {name.removesuffix("_packed") for name in plain}
+        assert all(torch.equal(again[name], values[name]) for name in plain if not name.endswith("_packed"))
+        assert "vision_config" not in json.loads((tmp_path / folder / "config.json").read_text())
 
 
 def test_wrong_shape_is_named(case, tmp_path):
