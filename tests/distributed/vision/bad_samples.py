@@ -36,11 +36,13 @@ BAD = {
     "nopng": {"png": b"GIF89a" + bytes(60), "txt": b"another format"},
     "zero": {"png": header(0, 56), "txt": b"nothing to see"},
     "large": {"png": png(140, 140), "txt": b"100 patches"},
+    # The sixth image of those whose headers are right: decoded by the other of two ranks than the first.
+    "cutlater": {"png": CUT, "txt": b"and again"},
     "half": {"png": png(56, 56)},
     "marks": {"png": png(56, 56), "txt": b"two <|media_pad|> marks <|media_pad|> and one image"},
     "long": {"png": png(56, 56), "txt": b"x" * 500},
 }
-KINDS = "2 corrupt, 1 empty, 1 incomplete, 1 too large, 1 too long, 1 wrong marks"
+KINDS = "3 corrupt, 1 empty, 1 incomplete, 1 too large, 1 too long, 1 wrong marks"
 
 
 def write(folder: Path, bad: dict[str, dict[str, bytes]]) -> Path:
