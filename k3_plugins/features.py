@@ -181,6 +181,8 @@ PRESETS: dict[str, tuple[PresetMember, ...]] = {
         PresetMember("mxfp4-qat", "--num-experts", 2, door="k3_plugins.finetune_gpt"),
         PresetMember("moonvit", door=VISION_DOOR),
         PresetMember("dynamic-cp", "--context-parallel-size", 2, door=VISION_DOOR),
+        PresetMember("vision-bubble", "--pipeline-model-parallel-size", 2, door=VISION_DOOR),
+        PresetMember("dynamic-cp", "--context-parallel-size", 2, door=VISION_DOOR),
     ),
 }
 

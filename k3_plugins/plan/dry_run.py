@@ -140,7 +140,8 @@ def _show(found: Diagnosis, features: Sequence[str], own: argparse.Namespace, pl
         console.print(f"[bold]Parallel layout[/bold] {sizes}", soft_wrap=True)
         return
     layout, chunks = plan["layout"], plan["layers_per_chunk"]
-    console.print(f"[bold]Parallel layout[/bold] {layout}; {layout.num_microbatches} micro-batches of {layout.micro_batch}")
+    batches = f"{layout.num_microbatches} micro-batches of {layout.micro_batch}"
+    console.print(f"[bold]Parallel layout[/bold] {layout}; {batches}")
     for rank in range(layout.pp):
         starts = [sum(chunks[:chunk]) + 1 for chunk in range(rank, layout.chunks, layout.pp)]
         held = zip(starts, chunks[rank :: layout.pp], strict=True)

@@ -8,7 +8,7 @@ zero2.report()                                                      # bytes and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,11 @@ class PipelineZeRO2:
     def __init__(self, chunks: list[ChunkGradients], pool: SlotPool):
         self.chunks = chunks
         self.pool = pool
+
+    def add(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """See `ChunkGradients.add`; all parameters belong to one chunk."""
+        (chunk,) = {chunk for chunk in self.chunks for param in gradients if chunk.holds(param)}
+        chunk.add(gradients)
 
     def report(self) -> Report:
         """See Report."""

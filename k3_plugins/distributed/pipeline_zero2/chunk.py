@@ -12,7 +12,7 @@ N: elements of a bucket with its padding. D: ranks of the bucket's data-parallel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,10 @@ class ChunkGradients:
         """The part of the parameter's bucket that this rank holds."""
         return self._shard_of[param]
 
+    def holds(self, param: torch.nn.Parameter) -> bool:
+        """Whether it is one of the chunk's."""
+        return param in self._shard_of
+
     # -- around the backward pass ---------------------------------------------------------------------------------
 
     def _after_forward(self, module: Any, inputs: Any, output: Any) -> None:
@@ -203,6 +207,20 @@ class ChunkGradients:
         self.pool.hand_in(self, copied, copies, self._fresh)
         self._fresh = False
         self.reductions += 1
+
+    @torch.no_grad()
+    def add(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Gradients that were computed apart from the chunk's backward passes, between its last one and `finish`.
+
+        They are reduced like those of a group of micro-batches: one more reduce-scatter, on all data-parallel ranks.
+
+        Args:
+            gradients: by parameter, in its shape; not yet summed over data parallelism.
+        """
+        if self._slot is None:
+            self._bind(self.pool.take(self))
+        for param, gradient in gradients.items():
+            param.main_grad.add_(gradient)
 
     def _unbind(self) -> None:
         # A gradient that arrives outside the hooks then fails instead of being lost.

@@ -40,8 +40,7 @@ class VisionBubble:
 
     name = "vision-bubble"
     requires: Sequence[str] = ("moonvit",)
-    # Both take over gradients or saved tensors of the model's modules; the replicas' are not theirs.
-    conflicts: Sequence[str] = ("pipeline-zero2", "activation-manager")
+    conflicts: Sequence[str] = ()
     config = VisionBubbleConfig
     changes_parameters = False
 

@@ -44,7 +44,9 @@ class BubbleRuntime:
 
     def __init__(self) -> None:
         self.encoder: MoonViT | None = None
-        """The model's own on pipeline rank 0, else this rank's replica; set when the model is built."""
+        """What this rank encodes with; set when the model is built."""
+        self.source: MoonViT | None = None
+        """The model's own, on pipeline rank 0."""
         self.sources: dict[bool, PairRows] = {}
         """Where images are read, by whether they are for evaluation; set when the data sets are built."""
         self.planner: Callable[[BubbleProblem], Plan] = planner.plan
@@ -149,7 +151,17 @@ class BubbleRuntime:
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         self._groups = groups_beside(group, timedelta(minutes=get_args().distributed_timeout_minutes))
         trained = not active.config("moonvit").moonvit_frozen
-        self._replica = Replica(self.encoder, self._groups[0], self._device, trained)
+        self._replica = Replica(
+            self.encoder, self.source, self._groups[0], self._device, trained, self._late_gradients()
+        )
+
+    def _late_gradients(self) -> Callable[..., None] | None:
+        """What takes gradients of the model's own parameters behind the last backward, if they do not themselves."""
+        if self.encoder is self.source or self.source is None:
+            return None
+        from k3_plugins.distributed.pipeline_zero2.attach import CURRENT
+
+        return CURRENT[0].add
 
     def _pieces(self) -> int:
         return min(self._config.vision_bubble_pieces, len(self.encoder.blocks))

@@ -43,7 +43,8 @@ images_seen = 0
 def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
     """A pre-wrap hook for Megatron's model builder: the first stage gets the encoder as a submodule.
 
-    With ``vision-bubble`` the other pipeline ranks build one beside the model, which takes the first stage's weights.
+    With ``vision-bubble`` the other pipeline ranks build one beside the model, which takes the first stage's weights;
+    with ``pipeline-zero2``, whose gradients have no place between backward passes, the first stage does so too.
     """
 
     def attach(models: list[Any]) -> list[Any]:
@@ -56,7 +57,8 @@ def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
         if _in_bubbles():
             from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
-            if encoder is None:
+            RUNTIME.source = encoder
+            if encoder is None or ("pipeline-zero2" in current().names and not config.moonvit_frozen):
                 text = copy.copy(models[0].config)
                 text.perform_initialization = False  # nor draw random numbers that the text's dropout would get
                 encoder = MoonViT(config, text)

@@ -72,6 +72,23 @@ def test_bubbles_equal_the_encoder_in_stage_0(layout, runs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "feature", ["pipeline-zero2", "pipeline-zero2 --moonvit-frozen", "activation-manager --activation-policy *=cpu"]
+)
+def test_features_that_take_over_gradients_or_activations(feature, runs, tmp_path):
+    """ZeRO-2 has no gradients in the model to compare in the first step: losses and norms of all steps speak for them."""
+    flags = f"{VPP_2} --use-distributed-optimizer --train-iters {STEPS} --eval-interval {STEPS}"
+    frozen = " --moonvit-frozen" if "frozen" in feature else ""
+    in_stage_0 = runs(4, flags + frozen)
+    flags += f" {runs.start} --k3-plugins vision-bubble,{feature}"
+    runs.launch(tmp_path, 4, flags, "tests.harness.recorded")
+    steps = losses.read(tmp_path)
+    assert losses.relative_difference(steps, in_stage_0.steps) <= 2e-5
+    for step, theirs in in_stage_0.steps.items():
+        assert abs(steps[step].grad_norm - theirs.grad_norm) <= 2e-5 * theirs.grad_norm, step
+
+
+@pytest.mark.slow
 def test_expert_parallel_replicas_follow_one_plan(runs, tmp_path):
     """Exchanges of experts tie two replicas with different images together inside text tasks."""
     flags = f"""{VPP_2} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48
