@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from tests.distributed.matrix import page
-from tests.distributed.matrix.cases import Case, all_cases
-from tests.distributed.matrix.cells import cells
+from tests.distributed.matrix.cases import Case, all_cases, pair_cases, pairs, together_cases
+from tests.distributed.matrix.cells import cells, decide
 from tests.distributed.matrix.record import Record
 from tests.distributed.matrix.refusals import ask
 from tests.distributed.matrix.runs import EQUAL, REFUSED, Runs
@@ -67,7 +67,10 @@ def _run(own: argparse.Namespace, record: Record, runs: Runs, started: float) ->
 
 def _wanted(record: Record, own: argparse.Namespace) -> list[Case]:
     """The cases that decide their cells now; a refusal found in a run makes the next one of the cell decide."""
-    deciding = {cell.case.id: cell.case for cell in cells(record).values() if cell.case}
+    deciding = {case.id: case for case in together_cases()}
+    deciding |= {cell.case.id: cell.case for cell in cells(record).values()}
+    alone = (decide(pair_cases(*pair), record) for pair in pairs())  # those seen among others come last
+    deciding |= {cell.case.id: cell.case for cell in alone}
     return [
         case
         for name, case in deciding.items()

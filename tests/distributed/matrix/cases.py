@@ -21,6 +21,7 @@ from tests.distributed.matrix.table import (
     SUBJECTS,
     TEXT,
     TEXT_DOOR,
+    TOGETHER,
     VISION_DOOR,
     Bounds,
     Layout,
@@ -149,6 +150,11 @@ def pair_cases(first: str, second: str) -> list[Case]:
     return [each for each in tried if each.ranks <= MOST_RANKS and each.digest != each.reference().digest]
 
 
+def together_cases() -> list[Case]:
+    """Many features at once: every two of them work together if it does."""
+    return [case(set(FEATURES) - set(left_out), layout) for layout, left_out in TOGETHER]
+
+
 def pairs() -> Iterator[tuple[str, str]]:
     """All of them, once."""
     return itertools.combinations(FEATURES, 2)
@@ -157,5 +163,5 @@ def pairs() -> Iterator[tuple[str, str]]:
 def all_cases() -> list[Case]:
     """Everything that a cell could need, each once."""
     cells = [axis_cases(feature, axis) for feature in FEATURES for axis in AXES]
-    cells += [pair_cases(*pair) for pair in pairs()]
+    cells += [together_cases(), *(pair_cases(*pair) for pair in pairs())]
     return list({each.id: each for cell in cells for each in cell}.values())

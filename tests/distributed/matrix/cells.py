@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.distributed.matrix.cases import FEATURES, Case, axis_cases, pair_cases, pairs
+from tests.distributed.matrix.cases import FEATURES, Case, axis_cases, pair_cases, pairs, together_cases
 from tests.distributed.matrix.record import Record
 from tests.distributed.matrix.runs import EQUAL, REFUSED
-from tests.distributed.matrix.table import AXES, CITED
+from tests.distributed.matrix.table import AXES
 
 VERIFIED, REFUSES, NOT_VERIFIED = "verified", "refused", "not verified"
 
@@ -18,10 +18,10 @@ class Cell:
     """One field of a table."""
 
     state: str
-    case: Case | None = None
-    """The case that decided; None where a test outside the matrix did."""
+    case: Case
+    """The case that decided."""
     text: str = ""
-    """Why it is refused or not verified, or the test outside the matrix."""
+    """Why it is refused or not verified."""
 
 
 def decide(cases: Sequence[Case], record: Record) -> Cell:
@@ -41,16 +41,18 @@ def decide(cases: Sequence[Case], record: Record) -> Cell:
     return first
 
 
-def axis_cell(feature: str, axis: str, record: Record) -> Cell:
-    """A cell of the first table."""
-    cell = decide(axis_cases(feature, axis), record)
-    cited = CITED.get((feature, axis))
-    if cell.state == NOT_VERIFIED and cell.text == "not run" and cited:
-        return Cell(VERIFIED, None, f"{cited.what} (`{cited.test}`)")
-    return cell
+def pair_cell(first: str, second: str, record: Record) -> Cell:
+    """Two features by themselves; where they were not run so, among many others at once."""
+    alone = decide(pair_cases(first, second), record)
+    if alone.state == NOT_VERIFIED and record.of(alone.case) is None:
+        for case in together_cases():
+            among = decide([case], record)
+            if {first, second} <= set(case.features) and among.state == VERIFIED:
+                return among
+    return alone
 
 
 def cells(record: Record) -> dict[tuple[str, str], Cell]:
     """All cells, by (feature, axis) and by (feature, feature)."""
-    found = {(feature, axis): axis_cell(feature, axis, record) for feature in FEATURES for axis in AXES}
-    return found | {pair: decide(pair_cases(*pair), record) for pair in pairs()}
+    found = {(feature, axis): decide(axis_cases(feature, axis), record) for feature in FEATURES for axis in AXES}
+    return found | {pair: pair_cell(*pair, record) for pair in pairs()}

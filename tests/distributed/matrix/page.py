@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from k3_plugins.atomic import replacing
-from tests.distributed.matrix.cases import FEATURES, subject
-from tests.distributed.matrix.cells import REFUSES, VERIFIED, Cell, cells
+from tests.distributed.matrix.cases import FEATURES, subject, together_cases
+from tests.distributed.matrix.cells import REFUSES, VERIFIED, Cell, cells, decide
 from tests.distributed.matrix.record import PATH as RECORD
 from tests.distributed.matrix.record import Record
-from tests.distributed.matrix.table import ATTENTION, AXES, BF16, PAIRS, SAVED, STEPS, Bounds, Layout
+from tests.distributed.matrix.table import ATTENTION, AXES, BF16, PAIRS, SAVED, STEPS, TOGETHER, Bounds, Layout
 
 PATH = RECORD.with_suffix(".md")
 BEGIN = "<!-- matrix: written by python -m tests.distributed.matrix page; edits between the marks are lost -->"
@@ -77,7 +78,7 @@ class Notes:
 def _introduction(record: Record, found: dict[tuple[str, str], Cell]) -> str:
     states = [cell.state for cell in found.values()]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states, reverse=True)))
-    decided = [record.of(cell.case) for cell in found.values() if cell.state == VERIFIED and cell.case]
+    decided = [record.of(cell.case) for cell in found.values() if cell.state == VERIFIED]
     versions = sorted({", ".join(f"{k} {v}" for k, v in entry["versions"].items()) for entry in decided})
     dates = sorted({entry["date"] for entry in decided})
     when = f" Run {' to '.join(dict.fromkeys([dates[0], dates[-1]]))} with {'; '.join(versions)}." if dates else ""
@@ -97,8 +98,6 @@ def _field(cell: Cell, usual: Layout, record: Record, notes: Notes) -> str:
         return f"R{notes.mark(_words(cell))}"
     if cell.state != VERIFIED:
         return f"–{notes.mark(_words(cell))}"
-    if cell.case is None:
-        return f"✓{notes.mark(cell.text)}"
     under = "" if cell.case.layout == usual else notes.mark(f"{cell.case.layout.name}.")
     return f"✓ {_number(_worst(record.of(cell.case)))}{under}"
 
@@ -135,18 +134,23 @@ def _pairs(found: dict[tuple[str, str], Cell], record: Record, notes: Notes) -> 
         others = [_field(found[feature, other], PAIRS[0], record, notes) for other in FEATURES[place + 1 :]]
         rows.append([f"{place + 1} `{feature}`", *[""] * place, "·", *others])
     text = f"Both features under {PAIRS[0].name}, on 4 processes, or as noted."
-    return f"### Pairs of features\n\n{text}\n\n" + _table(["", *map(str, range(1, len(FEATURES) + 1))], rows)
+    table = _table(["", *map(str, range(1, len(FEATURES) + 1))], rows)
+    many = [
+        f"- {case.layout.name}, {len(case.features)} features: "
+        f"{_field(decide([case], record), case.layout, record, notes)}"
+        for case in together_cases()
+    ]
+    return "\n\n".join(["### Pairs of features", text, table, "Many at once:", "\n".join(many)])
 
 
 def _how(found: dict[tuple[str, str], Cell], record: Record) -> str:
     """A line for every layout: its flags, what it was compared with, and the worst that was measured."""
     rows = []
-    for layout in dict.fromkeys([layout for options in AXES.values() for layout in options] + list(PAIRS)):
-        verified = {
-            cell.case.id: record.of(cell.case)
-            for cell in found.values()
-            if cell.state == VERIFIED and cell.case and cell.case.layout == layout
-        }
+    layouts = [*itertools.chain(*AXES.values()), *PAIRS, *(layout for layout, _ in TOGETHER)]
+    decided = [cell.case for cell in found.values() if cell.state == VERIFIED]
+    decided += [case for case in together_cases() if decide([case], record).state == VERIFIED]
+    for layout in dict.fromkeys(layouts):
+        verified = {case.id: record.of(case) for case in decided if case.layout == layout}
         if verified:
             rows.append(_line(layout, list(verified.values())))
     header = ["layout", "flags", "compared with", "cases", "largest differences"]

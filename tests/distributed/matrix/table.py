@@ -205,14 +205,12 @@ PAIRS: tuple[Layout, ...] = (
 """Two features together are tried in the first of these that they do not refuse and that has few enough ranks."""
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """A test outside the matrix that verifies a cell which no generated case does."""
-
-    test: str
-    """A pytest id; `tests/distributed/test_matrix.py` collects it to see that it exists."""
-    what: str
-
-
-CITED: Mapping[tuple[str, str], Evidence] = {}
-"""By feature and axis."""
+TOGETHER: tuple[tuple[Layout, tuple[str, ...]], ...] = (
+    (replace(PAIRS[0], name=f"all without images, {PAIRS[0].name}"), ("moonvit", "vision-bubble", "dynamic-cp")),
+    (
+        replace(PAIRS[0], name=f"all with vision-bubble, {PAIRS[0].name}"),
+        ("pipeline-zero2", "activation-manager", "dynamic-cp"),
+    ),
+    (replace(PAIRS[1], name="all with dynamic-cp, CP 2 EP 2, distributed optimizer"), ("vision-bubble",)),
+)
+"""As many features as exclude no other and fit on few ranks, at once: a layout, and the features that are left out."""
