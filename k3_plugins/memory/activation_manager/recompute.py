@@ -59,11 +59,16 @@ class Call:
         self._other_results: list[Any] = []
 
     def apply(self, on_result: Callable[[int, Tensor], None]) -> Any:
-        """Run it; returns what the function returns, after `on_result` saw every result with its number."""
+        """Run it; returns what the function returns, after `on_result` saw every result with its number.
+
+        Not those that are an input or a view of one: their memory is the input's, which is needed to compute them.
+        """
         inputs, self.inputs = self.inputs, ()
         results = _Recomputed.apply(self, *inputs)
+        of_inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
         for index, result in enumerate(results):
-            on_result(index, result)
+            if result.untyped_storage()._cdata not in of_inputs:
+                on_result(index, result)
         leaves = list(self._other_results)
         for place, result in zip(self._result_places, results, strict=True):
             leaves[place] = result

@@ -39,7 +39,9 @@ class Rule:
     def __str__(self) -> str:
         if self.layers is None:
             return f"{self.pattern}={self.policy.value}"
-        return f"{self.pattern}@{self.layers[0]}-{self.layers[1]}={self.policy.value}"
+        first, last = self.layers
+        where = f"{first}" if first == last else f"{first}-{last}"
+        return f"{self.pattern}@{where}={self.policy.value}"
 
     @property
     def exact(self) -> bool:

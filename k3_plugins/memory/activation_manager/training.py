@@ -7,6 +7,7 @@ import functools
 import os
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from k3_plugins.feature import FeatureError
@@ -85,10 +86,13 @@ def attach(
     for rule, matches in zip(manager.rules.rules, possible, strict=True):
         if not matches:
             known = sorted({name for name, _ in names})
-            near = difflib.get_close_matches(rule.pattern, known, n=3, cutoff=0.4) or known[:8]
+            near = difflib.get_close_matches(rule.pattern.lower(), known, n=3, cutoff=0.4) or known[:8]
+            hint = f"Names here are for example {', '.join(near)}"
+            if rule.layers is not None and any(_could_match(replace(rule, layers=None), *item) for item in names):
+                hint = f"No layer {'-'.join(map(str, sorted(set(rule.layers))))} has it; layers are counted from 1"
             raise FeatureError(
-                f"--activation-policy: rule {str(rule)!r} matches nothing in this model. Names here are for example"
-                f" {', '.join(near)}; see k3_plugins/memory/activation_manager/README.md"
+                f"--activation-policy: rule {str(rule)!r} matches nothing in this model. {hint}; see"
+                " k3_plugins/memory/activation_manager/README.md"
             )
     return manager, attachments
 

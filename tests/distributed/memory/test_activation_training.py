@@ -124,6 +124,7 @@ def check_report(folder, nprocs, rules, capsys):
     ("rules", "message"),
     [
         ("atention.*=cpu", "rule 'atention.*=cpu' matches nothing in this model. Names here are for example attention"),
+        ("mlp@9=cpu", "rule 'mlp@9=cpu' matches nothing in this model. No layer 9 has it; layers are counted from 1"),
         ("attention=cpu, mlp.linear_fc9=cpu", "rule 'mlp.linear_fc9=cpu' matched no saved tensor on any rank"),
     ],
 )

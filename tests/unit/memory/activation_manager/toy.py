@@ -9,18 +9,20 @@ from k3_plugins.memory.activation_manager.sites import Attachment, Layer
 
 
 class ToyLayer(nn.Module):
-    """Norm, a gated projection with slices of one tensor, dropout, and a feed-forward network."""
+    """Norm, a gated projection with slices of one tensor, dropout, a feed-forward network, and a module that gives back
+    its input."""
 
     def __init__(self, width):
         super().__init__()
         self.input_layernorm = nn.LayerNorm(width)
         self.self_attention = nn.Linear(width, 2 * width)
+        self.nothing = nn.Identity()  # Megatron's layers hold several
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
     def forward(self, x):
         gate, value = self.self_attention(self.input_layernorm(x)).chunk(2, dim=-1)
         x = x + nn.functional.dropout(gate.sigmoid() * value, 0.1)
-        return x + self.mlp(x)
+        return x + self.mlp(self.nothing(x))
 
 
 class ToyModel(nn.Module):
