@@ -10,7 +10,7 @@ with a norm and an attention core of our own: Megatron's local spec refuses sequ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+    get_mtp_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -45,6 +51,10 @@ if TYPE_CHECKING:
     from k3_plugins.transformer.moe.quantile_balancing.config import QuantileBalancingConfig
 
 
+CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+"""Multi-token prediction asks the spec of its layer for the mask."""
+
+
 def gpt(config: object, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The layers that this pipeline (and virtual pipeline) stage builds.
 
@@ -57,21 +67,49 @@ def gpt(config: object, vp_stage: int | None = None) -> TransformerBlockSubmodul
         vp_stage: virtual pipeline stage.
     """
     transformer: TransformerConfig = getattr(config, "transformer", config)
+    return block_spec(transformer, vp_stage, **_active_features(transformer))
+
+
+def mtp(config: object, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
+    """The depths of multi-token prediction that this stage builds, each with a layer like the model's last one.
+
+    In K3 that is full attention and a mixture of experts. None on stages without depths.
+
+    Args:
+        config: Megatron's ``GPTModelConfig``, or a bare ``TransformerConfig``.
+        vp_stage: virtual pipeline stage.
+    """
+    transformer: TransformerConfig = getattr(config, "transformer", config)
+    if not transformer.mtp_num_layers or get_mtp_num_layers_to_build(transformer, vp_stage=vp_stage) == 0:
+        return None
+    depth = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=RMSNorm,
+            hnorm=RMSNorm,
+            layer_norm=RMSNorm,
+            eh_proj=_backend(transformer).column_parallel_linear(),
+            mtp_model_layer=_layer_specs(transformer, [transformer.num_layers - 1], **_active_features(transformer))[0],
+        ),
+    )
+    depths = 1 if transformer.mtp_use_repeated_layer else transformer.mtp_num_layers
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[depth] * depths)
+
+
+def _active_features(config: TransformerConfig) -> dict[str, Any]:
+    """The keyword arguments of ``block_spec`` for this process: what is active, or K3's attention without a door."""
     activation = current()
     if activation is None:
-        mla = GatedMLAConfig() if transformer.multi_latent_attention else None
-        return block_spec(transformer, vp_stage, kda=KDAConfig(), mla=mla)
-    return block_spec(
-        transformer,
-        vp_stage,
-        kda=activation.configs.get("kda"),
-        mla=activation.configs.get("gated-mla"),
-        moe=MoEFeatures(
+        return {"kda": KDAConfig(), "mla": GatedMLAConfig() if config.multi_latent_attention else None}
+    return {
+        "kda": activation.configs.get("kda"),
+        "mla": activation.configs.get("gated-mla"),
+        "moe": MoEFeatures(
             latent_moe=activation.configs.get("latent-moe"),
             quantile_balancing=activation.configs.get("quantile-balancing"),
             moonep=activation.configs.get("moonep"),
         ),
-    )
+    }
 
 
 @dataclass(frozen=True)
@@ -101,30 +139,41 @@ def block_spec(
             "gated-mla and --multi-latent-attention must be used together: full-attention layers take their sizes from "
             "Megatron's MLA config. Add gated-mla to --k3-plugins, or drop --multi-latent-attention."
         )
+    layers = _layer_specs(config, _local_layers(config, vp_stage), kda=kda, mla=mla, moe=moe)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_specs(
+    config: TransformerConfig,
+    numbers: Sequence[int],
+    *,
+    kda: KDAConfig | None,
+    mla: GatedMLAConfig | None,
+    moe: MoEFeatures | None = None,
+) -> list[ModuleSpec]:
+    """The specs of the layers with these 0-based numbers in the whole model."""
     attention = [0] * config.num_layers
     if kda is not None:
         attention = resolve_pattern(
             config.linear_attention_freq, config.num_layers, kda.kda_last_layer_full_attention
         )
     experts = _moe_pattern(config)
-    local = _local_layers(config, vp_stage)
     moe = moe or MoEFeatures()
     mlp = {0: _dense, 1: _moe}
-    layers = [_layer_spec(config, kda if attention[i] else None, mla, mlp[experts[i]](config, moe)) for i in local]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return [_layer_spec(config, kda if attention[i] else None, mla, mlp[experts[i]](config, moe)) for i in numbers]
 
 
 def _layer_spec(
     config: TransformerConfig, kda: KDAConfig | None, mla: GatedMLAConfig | None, mlp: Callable[..., Any]
 ) -> ModuleSpec:
     if kda is not None:
-        attention = ModuleSpec(module=KimiDeltaAttention, params={"kda_config": kda})
+        attention = ModuleSpec(module=KimiDeltaAttention, params={"kda_config": kda, **CAUSAL})
     elif mla is not None:
-        attention = ModuleSpec(module=GatedMLASelfAttention, params={"mla_config": mla})
+        attention = ModuleSpec(module=GatedMLASelfAttention, params={"mla_config": mla, **CAUSAL})
     else:
         attention = ModuleSpec(
             module=SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
+            params={**CAUSAL},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=ColumnParallelLinear,
                 core_attention=CausalCoreAttention,

@@ -12,6 +12,7 @@ from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.gated_mla.config import GatedMLAConfig
 from k3_plugins.transformer.gated_mla.flops import add_gate_flops
+from k3_plugins.transformer.mtp import mtp_patch
 from k3_plugins.transformer.packing import use_packed_documents
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
@@ -27,8 +28,9 @@ class GatedMLA:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """The throughput figure; the layers themselves come in through ``--spec``."""
+        """The throughput figure and the layer of multi-token prediction; ``--spec`` does the rest."""
         return (
+            mtp_patch(self.name),
             Patch(
                 id="gated-mla.flops",
                 target="megatron.training.training:num_floating_point_operations",

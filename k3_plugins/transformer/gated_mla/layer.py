@@ -21,6 +21,7 @@ from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
@@ -48,11 +49,14 @@ class GatedMLASelfAttention(MegatronModule):
         config: MLATransformerConfig,
         layer_number: int,
         mla_config: GatedMLAConfig,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,  # the exchange is always an all-gather of the latent
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
+        if attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"gated MLA is causal; it cannot be built with {attn_mask_type}")
         super().__init__(config=config)
         self.layer_number = layer_number
         self.mla_config = mla_config

@@ -14,6 +14,7 @@ from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.kda.config import KDAConfig, KDASizes
 from k3_plugins.transformer.kda.flops import correct_flops
 from k3_plugins.transformer.kda.pattern import resolve_pattern
+from k3_plugins.transformer.mtp import mtp_patch
 from k3_plugins.transformer.packing import use_packed_documents
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
@@ -29,9 +30,10 @@ class KDA:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """The throughput figure and fp32 parameters in a bf16 model; the layers come in through ``--spec``."""
+        """The throughput figure, fp32 parameters in bf16 models, multi-token prediction; ``--spec`` does the rest."""
         return (
             fp32_first_patch(self.name),
+            mtp_patch(self.name),
             Patch(
                 id="kda.flops",
                 target="megatron.training.training:num_floating_point_operations",
@@ -58,11 +60,6 @@ class KDA:
             raise FeatureError(
                 f"--experimental-attention-variant {args.experimental_attention_variant} and the kda feature both "
                 "replace attention; drop one of them."
-            )
-        if args.mtp_num_layers:
-            raise FeatureError(
-                f"--mtp-num-layers {args.mtp_num_layers}: multi-token prediction is not available with the kda feature "
-                "yet; drop the flag."
             )
         _check_precision(args)
         try:

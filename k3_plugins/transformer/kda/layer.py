@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
@@ -71,11 +72,14 @@ class KimiDeltaAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         kda_config: KDAConfig,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,  # softmax attention's choice of exchange; KDA has one of its own
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = None,
         name: str | None = None,
     ) -> None:
+        if attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"KDA is causal; it cannot be built with {attn_mask_type}")
         super().__init__(config=config)
         self.layer_number = layer_number
         self.kda_config = kda_config

@@ -9,6 +9,7 @@ from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch
 from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig
 from k3_plugins.transformer.moe.validate import check_moe
+from k3_plugins.transformer.mtp import mtp_patch
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -23,8 +24,8 @@ class LatentMoE:
     changes_parameters = True
 
     def patches(self) -> Sequence[Patch]:
-        """None: ``--spec`` is the seam, and Megatron's FLOP count knows --moe-latent-size."""
-        return ()
+        """Only for multi-token prediction; ``--spec`` is the seam, and its FLOP count knows --moe-latent-size."""
+        return (mtp_patch(self.name),)
 
     def validate(self, args: Namespace, config: LatentMoEConfig) -> None:
         """Check sizes and what Megatron's latent path cannot do, and point ``--spec`` at the K3 layers."""

@@ -8,6 +8,7 @@ from k3_plugins.feature import FeatureError, Witness
 from k3_plugins.patching import Patch
 from k3_plugins.transformer.moe.moonep.config import MoonEPConfig
 from k3_plugins.transformer.moe.validate import check_moe
+from k3_plugins.transformer.mtp import mtp_patch
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -22,8 +23,8 @@ class MoonEP:
     changes_parameters = False  # checkpoints are those of Megatron's dispatchers
 
     def patches(self) -> Sequence[Patch]:
-        """None: a subclass of MoELayer in the spec is the seam."""
-        return ()
+        """Only for multi-token prediction: a subclass of MoELayer in the spec is the seam."""
+        return (mtp_patch(self.name),)
 
     def validate(self, args: Namespace, config: MoonEPConfig) -> None:
         """Check the layout and what the balanced layer cannot do, and point ``--spec`` at the K3 layers."""

@@ -9,6 +9,7 @@ from k3_plugins.patching import Patch, PatchKind
 from k3_plugins.transformer.moe.quantile_balancing.config import QuantileBalancingConfig
 from k3_plugins.transformer.moe.quantile_balancing.training import wrap_train_step, wrap_training_log
 from k3_plugins.transformer.moe.validate import check_moe
+from k3_plugins.transformer.mtp import mtp_patch
 
 K3_SPEC = ["k3_plugins.models.kimi_k3.layer_specs", "gpt"]
 
@@ -23,8 +24,9 @@ class QuantileBalancing:
     changes_parameters = True  # the bias buffer
 
     def patches(self) -> Sequence[Patch]:
-        """The step-wise update and the metrics."""
+        """The step-wise update, the metrics, and the layer of multi-token prediction."""
         return (
+            mtp_patch(self.name),
             Patch(
                 id="quantile-balancing.update",
                 target="megatron.training.training:train_step",
@@ -74,7 +76,9 @@ class QuantileBalancing:
         """The histogram of the first step holds tokens in every layer, and none of the global batch twice."""
         from k3_plugins.transformer.moe.quantile_balancing.router import counted_tokens, routers_of
 
-        routers = routers_of(model_chunks)
+        routers = [router for router in routers_of(model_chunks) if router.training]
+        if not routers:
+            return Witness(f"{len(routers_of(model_chunks))} routers, frozen or on other ranks", ok=True)
         totals = counted_tokens(routers)
         expected = args.global_batch_size * args.seq_length
         # Padding, where there is any, is not counted; a token counted twice would exceed the batch.
