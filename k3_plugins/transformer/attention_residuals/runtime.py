@@ -132,13 +132,15 @@ class Runtime:
         return (total[0] / total[1]).item() if total[1] > 0 else None
 
     def publish_source_weights(self) -> None:
-        """Average `measured` over all ranks that hold the same layers, into the buffers that a checkpoint saves."""
-        modules = [module for _, module in aggregations(self._chunks)]
+        """Average `measured` over all ranks that hold the same layers, into the buffers that a checkpoint saves.
+
+        What was not measured (a frozen decoder, the same on all of them) keeps what was loaded.
+        """
+        modules = [module for _, module in aggregations(self._chunks) if module.measured is not None]
         if not modules:
             return
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        unmeasured = torch.zeros_like(modules[0].source_weights)
-        weights = torch.stack([unmeasured if m.measured is None else m.measured for m in modules])
+        weights = torch.stack([module.measured for module in modules])
         torch.distributed.all_reduce(weights, group=group)
         for module, mean in zip(modules, weights / group.size(), strict=True):
             module.source_weights.copy_(mean)
