@@ -24,6 +24,7 @@ from k3_plugins.patching import Patch, PatchError, PatchKind
 from k3_plugins.training.inputs import (
     check_data_files,
     check_derived_sizes,
+    check_layout,
     check_sizes,
     check_spec,
     check_tokenizer,
@@ -98,6 +99,7 @@ def _validation(original: Callable[..., Any]) -> Callable[..., Any]:
             for feature in activation.features:
                 feature.validate(args, activation.configs[feature.name])
             check_spec(args)
+            check_layout(args)
             notes = manifest.check_load(args, activation)
         with argument_errors("Megatron"):
             result = original(args, defaults or {})

@@ -44,6 +44,14 @@ def check_sizes(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1 and name not in skipped:
             raise FeatureError(f"{_flag(name)} {value} must be at least 1")
+
+
+def check_layout(args: Namespace) -> None:
+    """What Megatron refuses with a traceback in the first forward pass only.
+
+    Raises:
+        FeatureError: naming the flag to give.
+    """
     tensor = args.tensor_model_parallel_size
     if args.num_experts is not None and tensor > 1 and not args.sequence_parallel and not args.skip_train:
         raise FeatureError(

@@ -20,9 +20,6 @@ SIZES = dict(
     train_iters=None,
     train_samples=None,
     skip_train=False,
-    num_experts=None,
-    tensor_model_parallel_size=1,
-    sequence_parallel=False,
 )
 
 
@@ -34,10 +31,6 @@ SIZES = dict(
         ({"seq_length": 0}, "--seq-length 0 must be at least 1"),
         ({"train_iters": 0}, "--train-iters 0 must be at least 1"),
         ({"num_layers": -1}, "--num-layers -1 must be at least 1"),
-        (
-            {"num_experts": 8, "tensor_model_parallel_size": 2},
-            "--num-experts 8 with --tensor-model-parallel-size 2: .* add --sequence-parallel",
-        ),
     ],
 )
 def test_sizes(change, message):
@@ -54,9 +47,15 @@ def test_a_derived_width_of_zero_is_refused():
 def test_good_sizes():
     inputs.check_sizes(Namespace(**SIZES))
     inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))
-    experts = {**SIZES, "num_experts": 8, "tensor_model_parallel_size": 2}
-    inputs.check_sizes(Namespace(**{**experts, "sequence_parallel": True}))
-    inputs.check_sizes(Namespace(**{**experts, "skip_train": True}))
+
+
+def test_experts_are_trained_under_tensor_parallelism_with_sequence_parallelism():
+    layout = dict(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=False, skip_train=False)
+    with pytest.raises(FeatureError, match="--num-experts 8 with --tensor-model-parallel-size 2: .* --seq"):
+        inputs.check_layout(Namespace(**layout))
+    for change in ({"sequence_parallel": True}, {"skip_train": True}, {"num_experts": None}):
+        inputs.check_layout(Namespace(**{**layout, **change}))
+    inputs.check_layout(Namespace(**{**layout, "tensor_model_parallel_size": 1}))
 
 
 @pytest.mark.parametrize(
