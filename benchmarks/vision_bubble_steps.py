@@ -35,8 +35,9 @@ _COMMON = f"""
     --position-embedding-type none --attention-dropout 0 --hidden-dropout 0 --make-vocab-size-divisible-by 8
     --transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-persist-layer-norm
     --no-masked-softmax-fusion --tokenizer-type NullTokenizer --vocab-size 258 --padded-vocab-size 320
-    --micro-batch-size 1 --global-batch-size {MICROBATCHES} --eval-iters 0 --lr 1e-4 --lr-decay-style constant
-    --log-interval 1000 --seed 42 --num-workers 0 --num-layers-per-virtual-pipeline-stage 1 --moonvit-head-dim 32
+    --micro-batch-size 1 --global-batch-size {MICROBATCHES} --eval-iters 0 --eval-interval 1000 --lr 1e-4
+    --lr-decay-style constant --log-interval 1000 --seed 42 --num-workers 0
+    --num-layers-per-virtual-pipeline-stage 1 --moonvit-head-dim 32
     --moonvit-position-grid 16 --moonvit-num-layers 3 --vision-bubble-pieces 3
 """
 _SIZES = {

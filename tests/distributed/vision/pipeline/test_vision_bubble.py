@@ -76,7 +76,7 @@ def test_bubbles_equal_the_encoder_in_stage_0(layout, runs):
     "feature", ["pipeline-zero2", "pipeline-zero2 --moonvit-frozen", "activation-manager --activation-policy *=cpu"]
 )
 def test_features_that_take_over_gradients_or_activations(feature, runs, tmp_path):
-    """ZeRO-2 has no gradients in the model to compare in the first step: losses and norms of all steps speak for them."""
+    """ZeRO-2 has no gradients in the model to compare in the first step: losses and norms of all steps tell."""
     flags = f"{VPP_2} --use-distributed-optimizer --train-iters {STEPS} --eval-interval {STEPS}"
     frozen = " --moonvit-frozen" if "frozen" in feature else ""
     in_stage_0 = runs(4, flags + frozen)

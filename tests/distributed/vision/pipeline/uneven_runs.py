@@ -92,6 +92,7 @@ class Runs:
     def __call__(self, nprocs: int = 1, flags: str = "", module: str = RECORDER) -> Run:
         if (nprocs, flags) not in self._done:
             folder = self.root / f"run{len(self._done)}"
-            result = self.launch(folder, nprocs, f"{self.start} {flags}", module)
+            load = "" if "--num-layers " in flags else self.start  # another model starts from its seed
+            result = self.launch(folder, nprocs, f"{load} {flags}", module)
             self._done[nprocs, flags] = Run(folder, result)
         return self._done[nprocs, flags]
