@@ -92,7 +92,8 @@ class Runs:
     def __call__(self, nprocs: int = 1, flags: str = "", module: str = RECORDER) -> Run:
         if (nprocs, flags) not in self._done:
             folder = self.root / f"run{len(self._done)}"
-            load = "" if "--num-layers " in flags else self.start  # another model starts from its seed
+            another_model = "--num-layers " in flags or "attnres" in flags
+            load = "" if another_model else self.start  # it starts from its seed, the same in every run of a layout
             result = self.launch(folder, nprocs, f"{load} {flags}", module)
             self._done[nprocs, flags] = Run(folder, result)
         return self._done[nprocs, flags]
