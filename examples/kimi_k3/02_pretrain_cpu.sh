@@ -10,26 +10,5 @@
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 read_data_args
 
-# What Megatron needs without a GPU, Transformer Engine and Apex.
-PLATFORM_ARGS=(
-    --k3-platform cpu
-    --transformer-impl local
-    --use-cpu-initialization
-    --no-gradient-accumulation-fusion
-    --no-persist-layer-norm
-    --no-masked-softmax-fusion
-    --num-workers 0
-)
-
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-launch \
-    "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${MEMORY_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    "${CHECKPOINT_ARGS[@]}" \
-    "${LOG_ARGS[@]}" \
-    "${PLATFORM_ARGS[@]}" \
-    "$@"
+train_on_cpu "$@"
 report

@@ -32,29 +32,13 @@ if [ -z "${DRY_RUN:-}" ]; then
     make_pairs "$RUN/held_out" 256 1
 fi
 
-VISION_ARGS=(
+DATA_ARGS=(
     --vision-data "$RUN/pairs"
     --vision-valid-data "$RUN/held_out"
+    --tokenizer-type NullTokenizer --vocab-size 258 --padded-vocab-size 320
 )
-
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
-PROGRAM=k3_plugins.pretrain_vlm launch \
-    "${VISION_ARGS[@]}" \
-    "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${PARALLEL_ARGS[@]}" \
-    "${MEMORY_ARGS[@]}" \
-    --tokenizer-type NullTokenizer --vocab-size 258 --padded-vocab-size 320 \
-    "${CHECKPOINT_ARGS[@]}" \
-    "${LOG_ARGS[@]}" \
-    --k3-platform cpu \
-    --transformer-impl local \
-    --use-cpu-initialization \
-    --no-gradient-accumulation-fusion \
-    --no-persist-layer-norm \
-    --no-masked-softmax-fusion \
-    --num-workers 0 \
-    "$@"
+PROGRAM=k3_plugins.pretrain_vlm
+train_on_cpu "$@"
 if [ -n "${DRY_RUN:-}" ]; then exit; fi
 report
 "$K3_PYTHON" -m k3_plugins.vision.image_shuffle --load "$RUN/checkpoints" --vision-data "$RUN/held_out" --k3-platform cpu \

@@ -94,6 +94,17 @@ LOG_ARGS=(
     --eval-iters 10
 )
 
+# What Megatron needs without a GPU, Transformer Engine and Apex.
+CPU_ARGS=(
+    --k3-platform cpu
+    --transformer-impl local
+    --use-cpu-initialization
+    --no-gradient-accumulation-fusion
+    --no-persist-layer-norm
+    --no-masked-softmax-fusion
+    --num-workers 0
+)
+
 read_data_args() {
     if [ -n "$DRY_RUN" ] && [ ! -f "$DATA/dataset.json" ]; then
         DATA_ARGS=(--tokenizer-type NullTokenizer --vocab-size "${VOCABULARY:-257}")
@@ -129,6 +140,21 @@ launch() {
         "${run[@]}" --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" \
             --master-port "${MASTER_PORT:-29500}" "${what[@]}"
     fi
+}
+
+# train_on_cpu FLAGS...: what every CPU script starts, with the data's flags in DATA_ARGS.
+train_on_cpu() {
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
+    launch \
+        "${MODEL_ARGS[@]}" \
+        "${TRAINING_ARGS[@]}" \
+        "${PARALLEL_ARGS[@]}" \
+        "${MEMORY_ARGS[@]}" \
+        "${DATA_ARGS[@]}" \
+        "${CHECKPOINT_ARGS[@]}" \
+        "${LOG_ARGS[@]}" \
+        "${CPU_ARGS[@]}" \
+        "$@"
 }
 
 # train_on_gpus FLAGS...: what every GPU script starts; bf16 with Megatron's overlap of communication.

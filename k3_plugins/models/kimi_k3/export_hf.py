@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from math import prod
 from operator import itemgetter
@@ -107,7 +107,7 @@ def describe(args: Namespace, manifest_: Mapping[str, Any] | None) -> ModelDescr
     absent = {"kda", "gated-mla"} - features
     if absent:
         raise ConversionError(f"the checkpoint was saved without {', '.join(sorted(absent))}: it is no Kimi model")
-    faults = [text for wrong, text in _unconvertible(args) if wrong]
+    faults = [text for wrong, text in _unconvertible(args, features) if wrong]
     if faults:
         raise ConversionError("the model cannot be converted:\n" + "\n".join(f"  {fault}" for fault in faults))
     experts = args.num_experts is not None
@@ -160,7 +160,7 @@ def describe(args: Namespace, manifest_: Mapping[str, Any] | None) -> ModelDescr
     )
 
 
-def _unconvertible(args: Namespace) -> list[tuple[bool, str]]:
+def _unconvertible(args: Namespace, features: Collection[str]) -> list[tuple[bool, str]]:
     experts = args.num_experts is not None
     width = args.moe_ffn_hidden_size or args.ffn_hidden_size
     return [
@@ -170,7 +170,10 @@ def _unconvertible(args: Namespace) -> list[tuple[bool, str]]:
         (args.mla_latent_norm_eps != 1e-6, f"--mla-latent-norm-eps is {args.mla_latent_norm_eps}, published is 1e-6"),
         (bool(args.mtp_num_layers), "it has multi-token-prediction layers, which have no published names"),
         (experts and args.moe_router_score_function != "sigmoid", "its router does not use sigmoid scores"),
-        (experts and not args.moe_router_enable_expert_bias, "its router has no expert bias"),
+        (
+            experts and not args.moe_router_enable_expert_bias and "quantile-balancing" not in features,
+            "its router has no expert bias (quantile-balancing, or --moe-router-enable-expert-bias)",
+        ),
         (experts and bool(args.moe_router_num_groups), "its router limits groups"),
         (
             experts and bool((args.moe_shared_expert_intermediate_size or 0) % width),

@@ -90,7 +90,7 @@ class MoonViTFeature:
         from k3_plugins.vision.training import step
 
         encoders = [getattr(chunk, step.ENCODER, None) for chunk in unwrap_model(model_chunks)]
-        patches = sum(encoder.patches_encoded for encoder in encoders if encoder is not None)
+        patches = sum(encoder.patches_encoded for encoder in {*encoders, step.encoder_beside()} if encoder is not None)
         layers = sum(len(encoder.blocks) for encoder in encoders if encoder is not None)
         if not any(encoder is not None for encoder in encoders):
             return Witness("no encoder on this pipeline stage", ok=True)

@@ -68,6 +68,15 @@ def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
     return attach
 
 
+def encoder_beside() -> MoonViT | None:
+    """What this rank encodes with in pipeline bubbles; the model's own, or one beside the model."""
+    if not _in_bubbles():
+        return None
+    from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
+
+    return RUNTIME.encoder
+
+
 def _in_bubbles() -> bool:
     activation = current()
     return activation is not None and "vision-bubble" in activation.names
