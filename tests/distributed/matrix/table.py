@@ -207,10 +207,7 @@ PAIRS: tuple[Layout, ...] = (
 
 TOGETHER: tuple[tuple[Layout, tuple[str, ...]], ...] = (
     (replace(PAIRS[0], name=f"all without images, {PAIRS[0].name}"), ("moonvit", "vision-bubble", "dynamic-cp")),
-    (
-        replace(PAIRS[0], name=f"all with vision-bubble, {PAIRS[0].name}"),
-        ("pipeline-zero2", "activation-manager", "dynamic-cp"),
-    ),
+    (replace(PAIRS[0], name=f"all with vision-bubble, {PAIRS[0].name}"), ("dynamic-cp",)),
     (replace(PAIRS[1], name="all with dynamic-cp, CP 2 EP 2, distributed optimizer"), ("vision-bubble",)),
 )
 """As many features as exclude no other and fit on few ranks, at once: a layout, and the features that are left out."""
