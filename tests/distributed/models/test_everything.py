@@ -5,8 +5,6 @@ optimizer, Pipeline ZeRO-2, saved activations in host memory and computed again.
 of that machinery, with Megatron's own dispatcher.
 """
 
-import pytest
-
 from k3_plugins.data import text_shards
 from k3_plugins.data.render import __main__ as render
 from tests.harness import losses
@@ -35,20 +33,18 @@ FEATURES = """kda gated-mla attnres latent-moe quantile-balancing moonep per-hea
     moonvit vision-bubble""".split()
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Drawings and plain text in one folder."""
-    root = tmp_path_factory.mktemp("everything")
+def make_data(folder):
+    """Drawings and plain text in one folder each for training and validation; the flags that name them."""
     drawing = "--kinds shapes --max-objects 1 --min-edge 42 --max-edge 84 --captions short".split()
     for name, count in (("train", 24), ("valid", 8)):
-        assert render.main(["--output", str(root / name), "--count", str(count), *drawing]) == 0
-        texts = [render.__file__, "--output", str(root / name), "--bytes", "150", "--limit", str(count)]
+        assert render.main(["--output", str(folder / name), "--count", str(count), *drawing]) == 0
+        texts = [render.__file__, "--output", str(folder / name), "--bytes", "150", "--limit", str(count)]
         assert text_shards.main(texts) == 0
-    return root, [*CPU, *COMMON, "--vision-data", str(root / "train"), "--vision-valid-data", str(root / "valid")]
+    return ["--vision-data", str(folder / "train"), "--vision-valid-data", str(folder / "valid")]
 
 
-def test_everything_at_once_equals_a_plain_process(data):
-    root, words = data
+def test_everything_at_once_equals_a_plain_process(tmp_path):
+    root, words = tmp_path, [*CPU, *COMMON, *make_data(tmp_path / "data")]
     save = f"--save {root}/start --save-interval 1 --no-save-optim --no-save-rng --train-iters 1 --lr 0 --min-lr 0"
     launch(DOOR, [*words, *PLAIN.split(), *save.split()], timeout=300)
     start = f"--load {root}/start --no-load-optim --no-load-rng --finetune"

@@ -9,7 +9,7 @@ from tests.harness.launch import launch
 
 DRY_RUN = "k3_plugins.plan.dry_run"
 GPUS, CONTEXT, TOKENS = 2048, 8192, 2**24
-TRAINING = ["--bf16", "--lr", "1e-4", "--train-iters", "10", "--tokenizer-type", "NullTokenizer", "--vocab-size", "163840"]
+TRAINING = "--bf16 --lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 163840".split()
 
 
 @pytest.fixture(scope="module")
