@@ -15,11 +15,9 @@ counts outputs, gradients, saved tensors and temporaries, not the inputs. The op
 import argparse
 import ctypes
 import gc
-import importlib.metadata
 import inspect
 import json
 import os
-import platform
 import sys
 import time
 import warnings
@@ -33,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.report import machine as report_machine
 from k3_plugins.transformer.kda.ops import kda
 
 PEER_LENGTH = 4096
@@ -154,25 +153,8 @@ def measure(name: str, operator: Operator, inputs: list[Tensor], mode: str, pati
 
 def machine() -> dict[str, object]:
     """What the numbers belong to."""
-    model = platform.processor()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    versions = {}
-    for package in ("torch", "fla-core", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_at_start": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **versions,
-    }
+    threads = {"threads": torch.get_num_threads(), "load_at_start": os.getloadavg()[0]}
+    return {**report_machine.machine(), **threads, **report_machine.versions()}
 
 
 def ratios(results: list[Measurement]) -> dict[str, float]:
