@@ -84,11 +84,13 @@ class Watch:
     def end_with_reason(self) -> None:
         """For a rank whose step failed: wait for the news that explains it, which ends the process.
 
-        Returns if there is none, because the fault is this rank's own; the other ranks are then told.
+        Returns if there is none, because the fault is this rank's own; the other ranks are then told. It waits as long
+        as a partner of a dead rank may need to notice: this rank may be none, and have lost only a collective.
         """
         self._limit = LIMIT_AFTER_A_FAILURE
-        self._thread.join(self._limit + 3 * self._interval)
+        self._thread.join(LIMIT + 3 * self._interval)
         self.publish(f"its training step failed; the traceback is in its log. {_START_AGAIN}")
+        print(f"{PREFIX}this rank's training step failed, see above. {_START_AGAIN}", file=sys.stderr, flush=True)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):

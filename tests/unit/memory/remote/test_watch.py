@@ -101,3 +101,18 @@ def test_a_store_that_stops_answering_ends_the_rank(ended, monkeypatch):
     released.set()
     assert "rank 0, or the launcher) is stopped" in ended[0][1]
     assert "Start again from the last checkpoint" in ended[0][1]
+
+
+def test_a_rank_that_lost_a_collective_waits_for_the_reason(ended, monkeypatch, capsys):
+    """It is no partner of the dead rank; one that is notices after LIMIT at the latest, and that is what counts."""
+    for name, seconds in (("INTERVAL", 0.02), ("LIMIT", 1.0), ("LIMIT_AFTER_A_FAILURE", 0.1)):
+        monkeypatch.setattr(module, name, seconds)
+    store = Store()
+    watch, partner = Watch(store, 2, 4, (1,)), Watch(store, 0, 4, (3,))
+    store.set("k3_plugins/activation/alive/1", "stopped")
+    watch.start()
+    threading.Timer(0.6, partner.publish, ["rank 3 has not answered"]).start()
+    watch.end_with_reason()
+    watch._stop.set()
+    assert ended[0] == (2, "rank 0: rank 3 has not answered")
+    assert "Start again from the last checkpoint" in capsys.readouterr().err
