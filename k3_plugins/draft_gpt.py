@@ -52,13 +52,13 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def train(own: Namespace, activation: object) -> None:
-    """Megatron's ``pretrain`` on the draft, then the check of the target and the run's report."""
+    """Megatron's ``pretrain`` on the draft, then the check of the target."""
     from megatron.core.enums import ModelType
-    from megatron.training import get_args, pretrain, print_rank_0, set_startup_timestamps
+    from megatron.training import pretrain, print_rank_0, set_startup_timestamps
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from k3_plugins.pretrain_gpt import embedding_ranks, write_report
+    from k3_plugins.pretrain_gpt import embedding_ranks
 
     set_startup_timestamps(program_start=_PROGRAM_START, main_entry=time.time())
     args = parse_and_validate_args()
@@ -80,7 +80,6 @@ def train(own: Namespace, activation: object) -> None:
     line = watch.end()
     if line is not None:
         print_rank_0(line)
-    write_report(get_args())
 
 
 def check(own: Namespace, args: Namespace, activation: object) -> bool:
