@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.harness import gradients, losses
 from tests.harness.k3_model import flags
@@ -61,7 +62,8 @@ def run(target, tmp_path_factory):
 
     def run(layout):
         if layout not in done:
-            save = f"--save {root}/checkpoints --save-interval 2"
+            save = f"--save {root}/checkpoints --save-interval 2 --tensorboard-dir {root}/metrics"
+            save += " --tensorboard-log-interval 1"
             nprocs, layout_flags = {"one": (1, save), **LAYOUTS, **SLOW_LAYOUTS}[layout]
             folder = root / layout.replace(" ", "-").replace(",", "")
             command = [folder, DOOR, *words(f"--load {target} {FRESH}", layout_flags)]
@@ -83,6 +85,12 @@ def test_it_starts_as_the_pretrained_layer_and_reports_every_step(run):
         assert all(0 < step.losses[name] < 1 for name in names[1:])
     assert steps[STEPS].losses["lk loss"] < steps[1].losses["lk loss"]
     assert "acceptance 7:" in log and "tensors are unchanged" in log
+    events = EventAccumulator(str(folder.parent / "metrics"))
+    events.Reload()
+    for name in names:
+        written = events.Scalars(name)
+        assert [event.step for event in written] == sorted(steps), name
+        assert written[0].value == pytest.approx(steps[1].losses[name], rel=1e-6)
 
 
 def read(folder):
