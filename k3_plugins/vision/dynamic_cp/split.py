@@ -168,11 +168,14 @@ class Split(Packed):
         starts = np.cumsum([0, *(piece.patches for piece in self.pieces)])
         parts = {n: x[starts[k] : starts[k + 1]] for k, n in enumerate(self.numbered)}
         merged = {n: merge_whole(part, self.layout.clips[n]) for n, part in parts.items() if n not in self.layout.split}
+        empty = x[:0, None].expand(0, MERGE**2, -1)
         if self.layout.split:
-            merged |= self._merge_split({n: part for n, part in parts.items() if n not in merged}, x)
-        return torch.cat([x[:0, None].expand(0, MERGE**2, -1), *(merged[n] for n in sorted(merged))])
+            tokens, empty = self._merge_split({n: part for n, part in parts.items() if n not in merged}, x)
+            merged |= tokens
+        return torch.cat([empty, *(merged[n] for n in sorted(merged))])
 
-    def _merge_split(self, parts: dict[int, Tensor], x: Tensor) -> dict[int, Tensor]:
+    def _merge_split(self, parts: dict[int, Tensor], x: Tensor) -> tuple[dict[int, Tensor], Tensor]:
+        """This rank's tokens of split clips, and no token, which keeps the exchange in the graph of a rank without."""
         layout, compute = self.layout, torch.promote_types(x.dtype, torch.float32)
         sums = [_sum_over_frames(part.to(compute), self.numbered[n]) for n, part in parts.items()]
         message, targets, counts = _merge_message(layout, self.rank)
@@ -180,8 +183,9 @@ class Split(Packed):
         total = received.new_zeros(MERGE**2 * sum(counts.values()), x.shape[-1])
         for rows, target in zip(received.split(list(message.receive_counts)), targets, strict=True):
             total = total.index_add(0, torch.from_numpy(target).to(x.device), rows)
-        tokens = total.unflatten(0, (-1, MERGE**2)).split(list(counts.values()))
-        return {n: (part / layout.clips[n].t).to(x.dtype) for n, part in zip(counts, tokens, strict=True)}
+        total = total.unflatten(0, (-1, MERGE**2))
+        tokens = dict(zip(counts, total.split(list(counts.values())), strict=True))
+        return {n: (part / layout.clips[n].t).to(x.dtype) for n, part in tokens.items()}, total[:0].to(x.dtype)
 
     def deliver(self, tokens: Tensor, wanted: Sequence[Rows]) -> Tensor:
         """Bring tokens to the ranks that want them: ``[m, D]`` to ``[len(wanted[rank]), D]`` in the order wanted.

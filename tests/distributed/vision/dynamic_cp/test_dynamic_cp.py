@@ -29,6 +29,8 @@ BATCHES = {
     "mixed": [(1, 4, 4), (5, 4, 6), (1, 2, 2), (1, 16, 18), (2, 2, 4), (1, 6, 4), (3, 2, 2)],
     # images and videos over 1, 2 and 4 ranks, as assigned below
     "by hand": [(1, 4, 4), (5, 4, 6), (1, 2, 2), (1, 6, 10), (2, 2, 4), (1, 6, 4), (3, 2, 2)],
+    # split over 2 ranks; on 4, one of the others has a whole image and one has nothing, forward and backward
+    "two of four": [(2, 2, 6), (1, 4, 6), (1, 2, 2)],
     # nothing is split, and ranks are idle
     "one small image": [(1, 2, 2)],
     # more images than ranks, alike
@@ -39,6 +41,7 @@ CHOSEN = {
         2: [(0, 1), (0, 2), (1, 1), (0, 2), (0, 2), (1, 1), (0, 1)],
         4: [(0, 1), (0, 4), (3, 1), (2, 2), (0, 2), (0, 4), (1, 1)],
     },
+    "two of four": {2: [(0, 2), (0, 2), (1, 1)], 4: [(2, 2), (2, 2), (0, 1)]},
     "one small image": {2: [(0, 1)], 4: [(0, 1)]},
 }
 # One large image among small ones: the busiest rank has about twice the mean load or more if nothing is split.
