@@ -170,7 +170,8 @@ def quantity(value: float, unit: str) -> str:
         return _scaled(value, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")), "s")
     if unit == "x":
         return f"{value:.3f}"
-    return f"{value:,.0f} {unit}" if value == int(value) or value >= 1e4 else f"{value:.4g} {unit}"
+    whole = math.isclose(value, round(value), rel_tol=1e-6)
+    return f"{value:,.0f} {unit}" if whole or value >= 1e4 else f"{value:.4g} {unit}"
 
 
 def _scaled(value: float, scales: tuple[tuple[float, str], ...], smallest: str) -> str:

@@ -174,6 +174,7 @@ def test_lines_say_better_equal_worse_and_busy(tmp_path):
         return Line(replace(claim, kind=kind), Reading(ours, peer), "", False, False).verdict
 
     assert [verdict(ours, 100, "count") for ours in (99, 100, 101)] == ["better", "equal", "worse"]
+    assert verdict(1584.0000000001, 1584, "count") == "equal", "sums in another order"
     assert [verdict(ours, 100, "loss") for ours in (97, 101, 103)] == ["better", "equal", "worse"]
     assert [verdict(ours, 100, "CPU time") for ours in (94, 104, 106)] == ["better", "equal", "worse"]
     assert [verdict(ours, 100, "time") for ours in (89, 109, 111)] == ["better", "equal", "worse"]
