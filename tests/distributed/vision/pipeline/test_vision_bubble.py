@@ -27,7 +27,7 @@ LAYOUTS = {
     "PP 2, muon": (2, f"{VPP_2} --k3-plugins per-head-muon"),
     "PP 2, recompute": (2, f"{VPP_2} --moonvit-recompute"),
 }  # fmt: skip
-FAST = ["PP 2, VPP 2", "PP 2, VPP 2, frozen"]
+FAST = ["PP 2, VPP 2"]
 
 
 def recorded(run, nprocs):
