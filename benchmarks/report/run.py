@@ -94,7 +94,9 @@ def _output(script: str, arguments: list[str], limit: float) -> Any:
 def _end(process: subprocess.Popen[str]) -> None:
     """End a script that still runs, and its ranks, which are in its session."""
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
+    process.stdout.close()  # not read to their ends: whoever left the session may still hold them
+    process.stderr.close()
 
 
 def last_line(text: str) -> str:
