@@ -42,9 +42,9 @@ _COMMON = f"""
 """
 _SIZES = {
     "real": """
-        --pipeline-model-parallel-size 2 --num-layers 4 --linear-attention-freq [0,0,0,0] --hidden-size 384
-        --num-attention-heads 8 --ffn-hidden-size 1536 --seq-length 512 --max-position-embeddings 512
-        --moonvit-hidden-size 256 --moonvit-num-heads 8 --moonvit-ffn-size 1024
+        --pipeline-model-parallel-size 2 --num-layers 4 --linear-attention-freq [0,0,0,0] --hidden-size 192
+        --num-attention-heads 8 --ffn-hidden-size 768 --seq-length 512 --max-position-embeddings 512
+        --moonvit-hidden-size 128 --moonvit-num-heads 4 --moonvit-ffn-size 512
     """,
     "emulated": """
         --pipeline-model-parallel-size 4 --num-layers 8 --linear-attention-freq [0,0,0,0,0,0,0,0] --hidden-size 32
