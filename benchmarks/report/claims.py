@@ -31,8 +31,8 @@ from benchmarks.report.readers import (
     zero2_host,
 )
 
-Kind = Literal["count", "loss", "CPU time", "time"]
-EQUAL: dict[Kind, float] = {"count": 1e-6, "loss": 0.02, "CPU time": 0.05, "time": 0.1}
+Kind = Literal["count", "memory", "loss", "CPU time", "time"]
+EQUAL: dict[Kind, float] = {"count": 1e-6, "memory": 0.05, "loss": 0.02, "CPU time": 0.05, "time": 0.1}
 """The relative difference up to which a line of each kind says "equal"."""
 
 
@@ -123,14 +123,14 @@ KDA = Benchmark(
         Claim(
             "kda-memory-fla-chunk",
             f"peak extra memory of forward and backward against fla's naive_chunk_kda, {AT_T}",
-            "count",
+            "memory",
             "bytes",
             kda("fla_naive_chunk", "fwd+bwd", "peak_extra_bytes"),
         ),
         Claim(
             "kda-memory-transformers",
             f"peak extra memory of forward and backward against the PyTorch path of transformers, {AT_T}",
-            "count",
+            "memory",
             "bytes",
             kda("transformers_torch", "fwd+bwd", "peak_extra_bytes"),
         ),
@@ -395,7 +395,7 @@ QAT = Benchmark(
     (
         Claim(
             "qat-loss",
-            "held-out loss after {steps} steps ({seeds} seeds) against training without quantization",
+            "held-out loss after {steps} steps (seeds: {seeds}) against training without quantization",
             "loss",
             "nats per byte",
             qat(lambda arms: arms["qat"]["curve"][-1], lambda arms: arms["plain"]["curve"][-1]),
@@ -460,7 +460,7 @@ BALANCING = Benchmark(
     (
         Claim(
             "qb-none",
-            "largest over mean load of 896 experts after {updates} updates on one batch ({draws} draws) against"
+            "largest over mean load of 896 experts after {updates} updates on one batch (draws: {draws}) against"
             " no bias",
             "count",
             "x",

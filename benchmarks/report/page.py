@@ -31,10 +31,13 @@ Every line compares ours with what its sentence names: another implementation, a
 feature. **Less is better in every line**, and "ours / peer" below 1 is in our favour. Kinds of numbers:
 
 * *count*: bytes, rows, elements, or an exact computation. The machine and its load do not change them.
+* *memory*: largest resident size of the process, as the kernel recorded it; "equal" up to {memory:.0%}.
 * *loss*: of small models, trained for a few minutes; "equal" up to {loss:.0%}.
-* *CPU time*: of the process, or of the slowest one; a busy machine distorts it little. "equal" up to {cpu:.0%}.
-* *time*: by the clock; "equal" up to {time:.0%}. Where other processes kept more than {quiet:g} of a core busy
-  meanwhile, the line says *busy*: read it as an indication only.
+* *CPU time*: of the process, or of the slowest one; "equal" up to {cpu:.0%}.
+* *time*: by the clock; "equal" up to {time:.0%}.
+
+Where other processes kept more than {quiet:g} of a core busy meanwhile, a line of the last two kinds says *busy*:
+shared caches and cores distort processor time too, though less than the clock. Such a line is an indication only.
 
 All runs are on CPUs with gloo: they say nothing about GPUs or networks. A quick form measures less of the same than a
 full one (`--quick`); each section shows its command.
@@ -85,14 +88,18 @@ def _line(claim: Claim, result: Result | None) -> Line:
         reading = claim.read(result["output"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         return Line(claim, None, f"the report lacks its numbers ({type(error).__name__}: {error})", False, False)
-    return Line(claim, reading, "", False, claim.kind == "time" and result["load"]["cores_of_others"] > QUIET)
+    return Line(
+        claim, reading, "", False, claim.kind in ("CPU time", "time") and result["load"]["cores_of_others"] > QUIET
+    )
 
 
 def render(benchmarks: Sequence[Benchmark], results: dict[str, Result]) -> str:
     """The page."""
     found = lines(benchmarks, results)
     parts = [
-        INTRODUCTION.format(loss=EQUAL["loss"], cpu=EQUAL["CPU time"], time=EQUAL["time"], quiet=QUIET),
+        INTRODUCTION.format(
+            memory=EQUAL["memory"], loss=EQUAL["loss"], cpu=EQUAL["CPU time"], time=EQUAL["time"], quiet=QUIET
+        ),
         _summary(found),
         _machines(results),
     ]

@@ -181,6 +181,8 @@ def test_lines_say_better_equal_worse_and_busy(tmp_path):
     assert (verdict(0, 0, "count"), verdict(1, 0, "count")) == ("equal", "worse")
     result = {"form": "full", "output": {"ours": 1, "peer": 2}, "load": {"cores_of_others": 0.5}}
     assert [line.busy for line in lines((benchmark,), {"toy": result})] == [False, True], "counts are never busy"
+    timed = replace(benchmark, claims=(replace(claim, kind="CPU time"), replace(claim, kind="memory")))
+    assert [line.busy for line in lines((timed,), {"toy": result})] == [True, False]
     result["load"]["cores_of_others"] = 0.0
     assert not any(line.busy for line in lines((benchmark,), {"toy": result}))
     result["output"] = {"ours": 1}
