@@ -17,7 +17,7 @@ class VisionBubbleConfig:
     model chunk, and encoder forward and backward of a step's average micro-batch."""
 
     vision_bubble_measure_steps: int = field(default=3, metadata=_TIMING)
-    """How many of the first steps are measured; later steps are planned with the last one's times."""
+    """How many of the first steps with images are measured; later ones are planned with the last one's times."""
 
     vision_bubble_pieces: int = field(default=9, metadata=_TIMING)
     """Into how many parts of whole layers an encoder backward is split; at most one for each layer."""

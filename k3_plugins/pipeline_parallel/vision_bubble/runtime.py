@@ -38,6 +38,9 @@ from k3_plugins.vision.dynamic_cp.cost import sample_of
 from k3_plugins.vision.moonvit.encoder import MoonViT
 from k3_plugins.vision.training.rows import PairRows
 
+UNMEASURED = (1.0, 2.0, 1.0, 2.0)
+"""What is planned with before anything is measured: an average micro-batch costs the encoder as much as a chunk."""
+
 
 class BubbleRuntime:
     """The scheduler of a process."""
@@ -56,7 +59,9 @@ class BubbleRuntime:
         """Of the last training step."""
         self._replica: Replica | None = None
         self._times: times.Times | None = None
-        self._steps = 0
+        self._measured = 0
+        """Steps with images so far, up to the last one that is measured."""
+        self._checked = False
 
     # -- patches -------------------------------------------------------------------------------------------------------
 
@@ -186,15 +191,14 @@ class BubbleRuntime:
         given = self._config.given_times
         if given is not None:
             known = times.given(given, costs, p, v)
-        elif self._times is None:  # nothing is measured yet: as if an average micro-batch cost as much as a chunk
-            known = self._times = times.given((1.0, 2.0, 1.0, 2.0), costs, p, v)
         else:
-            known = self._times
+            known = self._times or times.given(UNMEASURED, costs, p, v)
         communication = "overlap" if config.overlap_p2p_comm else "blocking"
         try:
             plan = self.planner(known.problem(costs, self._pieces(), self._replica.trained, communication))
-            if self._steps == 0:
+            if not self._checked:
                 events.check(plan)
+                self._checked = True
         except (PlanError, events.DeadlockError) as error:
             fail(f"vision-bubble: {error}", at_once=True)
         return plan
@@ -220,13 +224,17 @@ class BubbleRuntime:
             )
 
     def _learn(self, session: Session, costs: Sequence[float], v: int) -> None:
-        """Take this step's times for the next plan. Collective over the pipeline while steps are measured."""
-        self._steps += 1
-        if self._config.given_times is not None or self._steps > self._config.vision_bubble_measure_steps:
+        """Take this step's times for the next plan. Collective over the pipeline while steps are measured.
+
+        A step without images tells nothing about the encoder, whose time would then be in other units than the text's.
+        """
+        measures = self._config.given_times is None and self._measured < self._config.vision_bubble_measure_steps
+        if not measures or not any(costs):
             return
+        self._measured += 1
         ranks: list[times.Measured | None] = [None] * self._groups[0].size()
         dist.all_gather_object(ranks, times.measure(session.executed(), costs, v), group=self._groups[0])
-        combined = times.combine(ranks, self._times)
+        combined = times.combine(ranks, self._times or times.given(UNMEASURED, costs, len(ranks), v))
         # Ranks that hold the same stage plan for themselves; they must plan with the same numbers.
         flat = np.array([*combined.forward.flat, *combined.backward.flat, combined.encoder_forward,
                          combined.encoder_backward])  # fmt: skip

@@ -1,6 +1,7 @@
 """Parts of the runtime without processes: cut forwards, owners in evaluation, times, the share that is hidden."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from k3_plugins.pipeline_parallel.vision_bubble.config import VisionBubbleConfig
 from k3_plugins.pipeline_parallel.vision_bubble.plan import Bounds, Plan, Task, TaskKind
 from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem
+from k3_plugins.pipeline_parallel.vision_bubble.runtime import BubbleRuntime
 from k3_plugins.pipeline_parallel.vision_bubble.segments import Encoding, cuts
 from k3_plugins.pipeline_parallel.vision_bubble.session import evaluation_owners
 
@@ -82,6 +84,20 @@ def test_measured_times_are_means_over_ranks():
     assert problem.encoder_forward.tolist() == [0.0, 2.0] and problem.encoder_backward.tolist() == [0.0, 6.0]
     frozen = combined.problem(costs, pieces=2, trained=False, communication="overlap")
     assert frozen.encoder_backward.tolist() == [0.0, 0.0]
+
+
+def test_a_step_without_images_is_not_measured():
+    """It knows no encoder time; the next plan would mix seconds of text with a made-up time of a multiplication."""
+    runtime = BubbleRuntime()
+    runtime._config, runtime._replica = VisionBubbleConfig(), SimpleNamespace(trained=True)
+    runtime.encoder = SimpleNamespace(blocks=[None, None])
+    config = SimpleNamespace(overlap_p2p_comm=False)
+    for costs in ([0.0, 0.0], [1e12, 3e12]):
+        problem = runtime._plan(costs, 2, 1, config).problem
+        assert problem.encoder_forward.tolist() == [cost / 2e12 for cost in costs]
+        if not any(costs):
+            runtime._learn(None, costs, 1)  # reads nothing, and asks no other rank
+    assert runtime._times is None
 
 
 def test_hidden_is_what_the_encoder_took_out_of_idle_time():
