@@ -182,7 +182,6 @@ PRESETS: dict[str, tuple[PresetMember, ...]] = {
         PresetMember("moonvit", door=VISION_DOOR),
         PresetMember("dynamic-cp", "--context-parallel-size", 2, door=VISION_DOOR),
         PresetMember("vision-bubble", "--pipeline-model-parallel-size", 2, door=VISION_DOOR),
-        PresetMember("dynamic-cp", "--context-parallel-size", 2, door=VISION_DOOR),
     ),
 }
 

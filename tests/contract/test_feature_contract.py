@@ -326,6 +326,7 @@ def test_the_list_of_features_is_consistent():
     assert {member.feature for preset in features.PRESETS.values() for member in preset} <= set(names)
     assert not set(features.PRESETS) & set(names)
     for preset in features.PRESETS.values():
+        assert len(preset) == len({member.feature for member in preset})
         assert all(member.flag is None or member.flag.startswith("--") for member in preset)
 
 
