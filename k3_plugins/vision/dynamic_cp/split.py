@@ -270,7 +270,7 @@ def _merge_message(layout: Layout, rank: int) -> tuple[Message, list[Rows], dict
                 first, tokens = base[n], layout.tokens(n, rank)
                 sent = _slots(theirs)[1]
                 sent = sent[np.isin(sent // MERGE**2, tokens)]
-                target.append(sent + (first - min(tokens, default=0)) * MERGE**2)
+                target.append(sent + (first - (tokens[0] if len(tokens) else 0)) * MERGE**2)
             held += len(slots)
         send.append(np.concatenate(rows))
         targets.append(np.concatenate(target))
