@@ -33,6 +33,8 @@ DRAFT = ("mtp.", f"{FUSION}.")
 """Prefixes of what is trained."""
 SECOND = 4
 """The middle one of the three blocks."""
+PART = 1 << 24
+"""Bytes of a tensor that are added up at a time."""
 
 
 class DraftGPTModel:
@@ -160,7 +162,11 @@ def fingerprint(model: GPTModel) -> dict[str, tuple[int, int]]:
     """Two sums over the bytes of every tensor of the target; equal after training unless some bit has moved."""
     marks = {}
     for name, value in frozen(model):
-        data = value.detach().contiguous().view(torch.uint8).flatten().to(torch.int64)
-        place = torch.arange(1, data.numel() + 1, device=data.device)
-        marks[name] = (int(data.sum()), int((data * place).sum()))
+        data = value.detach().flatten().view(torch.uint8)
+        plain = placed = torch.zeros((), dtype=torch.int64, device=data.device)
+        for start in range(0, len(data), PART):  # int64 takes 8 times the bytes: not of a whole embedding at once
+            part = data[start : start + PART].to(torch.int64)
+            place = torch.arange(start + 1, start + 1 + len(part), device=data.device)
+            plain, placed = plain + part.sum(), placed + (part * place).sum()
+        marks[name] = (int(plain), int(placed))
     return marks

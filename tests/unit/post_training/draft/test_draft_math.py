@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from k3_plugins.post_training.draft import model as draft_model
 from k3_plugins.post_training.draft.loss import lk_loss
 from k3_plugins.post_training.draft.model import FUSION, DraftGPTModel
 
@@ -166,3 +167,19 @@ def test_seven_unrolled_steps(blocks: int) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert b.abs().max() > 0
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_the_fingerprint_sees_every_bit_whatever_its_parts(monkeypatch) -> None:
+    """Two sums over bytes, by hand; a part of 5 bytes cuts numbers in two."""
+    module = nn.Module()
+    module.matrix = nn.Parameter(torch.randn(3, 5, dtype=torch.bfloat16))
+    module.register_buffer("count", torch.tensor(3.0))  # no dimension
+    octets = bytes(module.matrix.detach().view(torch.uint8).flatten().tolist())
+    expected = sum(octets), sum(place * octet for place, octet in enumerate(octets, 1))
+    for part in (5, 1 << 24):
+        monkeypatch.setattr(draft_model, "PART", part)
+        before = draft_model.fingerprint(module)
+        assert before["matrix"] == expected and len(before) == 2
+    with torch.no_grad():
+        module.matrix[1, 2].view(torch.int16).bitwise_xor_(1)
+    assert draft_model.fingerprint(module)["matrix"] != before["matrix"]
