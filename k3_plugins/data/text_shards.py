@@ -5,7 +5,8 @@
 Every document (files, folders, JSONL as for ``k3_plugins.data.prepare``) is cut at line ends into pieces of at most
 so many bytes; a piece is a sample ``KEY.txt`` without an image, for ``k3_plugins.pretrain_vlm --vision-text-alone``.
 Shards are named ``text-000000.tar``, so that they may lie in a folder of drawings. The bytes of a shard depend on the
-documents and the settings alone.
+documents and the settings alone. Documents that are left out are counted by reason: those that ``prepare`` leaves out,
+and those that hold an image's mark, which training refuses in a text without an image.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import argparse
 import io
 import sys
 import tarfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from k3_plugins.atomic import replacing
-from k3_plugins.data.sources import Document, InputError, enumerate_inputs, read_unit
+from k3_plugins.data.sources import InputError, Skip, enumerate_inputs, read_unit
+from k3_plugins.vision.training.tokens import MARK
 
 
 def pieces(text: bytes, most: int) -> Iterator[bytes]:
@@ -42,15 +45,26 @@ def pieces(text: bytes, most: int) -> Iterator[bytes]:
         yield text[start:]
 
 
-def samples(sources: Sequence[str], include: Sequence[str], exclude: Sequence[str], most: int) -> Iterator[bytes]:
-    """The pieces of all documents with a mark in them, in order; what cannot be read is passed over.
+def samples(
+    sources: Sequence[str], include: Sequence[str], exclude: Sequence[str], most: int, left_out: Counter[str]
+) -> Iterator[bytes]:
+    """The pieces of all documents that hold more than white space, in order.
+
+    Args:
+        left_out: counts documents that are left out, by reason.
 
     Raises:
         InputError: a source that does not exist.
     """
-    for unit in enumerate_inputs(sources, include=include, exclude=exclude).units:
+    inputs = enumerate_inputs(sources, include=include, exclude=exclude)
+    left_out.update(skip.reason for skip in inputs.skips)
+    for unit in inputs.units:
         for item in read_unit(unit, json_key="text", on_bad_utf8="skip"):
-            if isinstance(item, Document):
+            if isinstance(item, Skip):
+                left_out[item.reason] += 1
+            elif MARK in item.text:
+                left_out[f"holds {MARK.decode()}"] += 1
+            else:
                 yield from (piece for piece in pieces(item.text, most) if piece.strip())
 
 
@@ -91,14 +105,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(options.output.glob("text-*.tar")):
         parser.error(f"--output {options.output} holds text shards already; remove them, or name another folder")
     options.output.mkdir(parents=True, exist_ok=True)
+    left_out: Counter[str] = Counter()
     try:
-        found = samples(options.sources, options.include or ["*"], options.exclude or [], options.bytes)
+        found = samples(options.sources, options.include or ["*"], options.exclude or [], options.bytes, left_out)
         count = write(islice(found, options.limit), options.output, options.per_shard)
     except InputError as error:
         parser.error(str(error))
+    reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(left_out.items()))
+    without = f"; documents left out: {reasons}" if reasons else ""
     if not count:
-        parser.error(f"there is no text in {' '.join(options.sources)}")
-    print(f"text shards: {count} samples of at most {options.bytes} bytes in {options.output}")
+        parser.error(f"there is no text in {' '.join(options.sources)}{without}")
+    print(f"text shards: {count} samples of at most {options.bytes} bytes in {options.output}{without}")
     return 0
 
 

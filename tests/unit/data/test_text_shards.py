@@ -40,6 +40,16 @@ def test_training_reads_them(tmp_path):
         assert tar.getnames() == ["000000002.txt", "000000003.txt"]
 
 
+def test_what_is_left_out_is_counted(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name, text in (("a", b"kept"), ("b", b"\xff"), ("c", b"an <|media_pad|> of nothing"), ("d", b"")):
+        (tmp_path / "in" / f"{name}.txt").write_bytes(text)
+    assert main([str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "text shards: 1 samples" in said
+    assert "documents left out: 1 empty, 1 holds <|media_pad|>, 1 not-utf8" in said
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
