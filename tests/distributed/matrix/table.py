@@ -155,12 +155,6 @@ class Layout:
     compared_with: str = "one process, from one checkpoint"
 
 
-TP2 = "--tensor-model-parallel-size 2"
-PP2 = "--pipeline-model-parallel-size 2"
-VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
-EP2 = "--expert-model-parallel-size 2"
-DIST_OPT = "--use-distributed-optimizer"
-
 ALONE = Layout("one process")
 RELAYOUT = Layout(
     "re-layout", goes_on=True, compared_with="the one process from whose checkpoint the other layout goes on"
