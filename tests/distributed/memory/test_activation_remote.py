@@ -77,7 +77,9 @@ def check_end(folder, run, survivors):
         assert float((folder / f"alive{rank}").read_text()) - struck <= 15, run.tail()
         log = run.logs[rank]
         assert "Start again from the last checkpoint" in log, run.tail()
-    assert max(losses.read(folder)) <= 3
+    # not `losses.read`: with two pipelines a dead rank may lack the record of a step that others have
+    steps = [json.loads(line)["iteration"] for file in folder.glob("rank*.jsonl") for line in file.open()]
+    assert max(steps) <= 3
 
 
 @pytest.mark.parametrize(
