@@ -4,9 +4,9 @@
 
 Lets the features and Megatron check the flags as in a job of so many ranks, then prints the resolved configuration
 (every argument that differs from Megatron's default), the parallel layout with the layers of every stage, and the
-memory plan by kind and pipeline rank. Exit code 0: it would start and fit; 1: it does not fit by the estimate; 2: it
-would not start, with the reasons. Data and checkpoints are not looked for. Assumptions: ``python -m k3_plugins.plan
---help``.
+memory plan by kind and pipeline rank. Exit code 0: it would start, and fits unless there is no memory plan, which is
+said with the reason; 1: it does not fit by the estimate; 2: it would not start, with the reasons. Data and checkpoints
+are not looked for, and host memory has no limit. Assumptions: ``python -m k3_plugins.plan --help``.
 """
 
 from __future__ import annotations

@@ -133,6 +133,8 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         notes.append("counted with optimizer states sharded over DP; --use-distributed-optimizer is not given")
     if "per-head-muon" in features:
         notes.append("optimizer states counted as AdamW's 12 bytes; Muon's matrices take 8")
+    if args.mtp_num_layers:
+        notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the layers of multi-token prediction are not counted")
     if "moonvit" in features:
         notes.append("the vision encoder is not counted")
     on_host = getattr(args, "zero2_optimizer_device", None) == "cpu" or args.optimizer_cpu_offload

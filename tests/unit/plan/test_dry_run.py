@@ -1,10 +1,12 @@
 """The dry run: the numbers of the planner for the same layout, what does not fit, what would not start."""
 
 import json
+from argparse import Namespace
 
 import pytest
 
 from k3_plugins.plan import __main__ as plan
+from k3_plugins.plan.from_arguments import options_of
 from tests.harness.launch import launch
 
 DRY_RUN = "k3_plugins.plan.dry_run"
@@ -35,6 +37,17 @@ def test_it_prints_the_planners_numbers_for_the_planners_flags(planned, tmp_path
     assert found["layout"]["data_parallel_size"] == planned["data"]
     assert found["configuration"]["hidden_size"] == 7168 and "adam_beta1" not in found["configuration"]
     assert "fits in 80 GB" in result.logs[0] and "layers 1-" in result.logs[0]
+
+
+def test_what_the_estimate_does_not_count_is_said():
+    plain = {"recompute_granularity": None, "bf16": True, "use_distributed_optimizer": True, "mtp_num_layers": None,
+             "optimizer_cpu_offload": False}  # fmt: skip
+    assert options_of(Namespace(**plain), (), 0.0)[1] == []
+    changed = plain | {"bf16": False, "use_distributed_optimizer": False, "mtp_num_layers": 1}
+    _, notes = options_of(Namespace(**changed, activation_policy="mlp=fp8"), ("per-head-muon", "moonvit"), 0.0)
+    said = ("--activation-policy 'mlp=fp8'", "--bf16 is", "--use-distributed-optimizer is", "--mtp-num-layers 1", "Muon")
+    said += ("vision encoder",)
+    assert len(notes) == len(said) and all(any(word in note for note in notes) for word in said)
 
 
 def test_what_does_not_fit_ends_with_1_and_what_does_not_start_with_2(planned):
