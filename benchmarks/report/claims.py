@@ -89,7 +89,7 @@ KDA = Benchmark(
     "kda",
     "kda.py",
     "Kimi Delta Attention, torch backend",
-    Form("--json --lengths 512,1024 --threads 1 --patience 2", 600),
+    Form("--json --lengths 512,1024 --threads 1 --patience 4", 600),
     Form("--json --lengths 1024,4096,16384 --threads 1 --patience 5", 3600),
     (
         Claim(
