@@ -25,6 +25,12 @@ from k3_plugins.vision.moonvit.encoder import Between, MoonViT
 from k3_plugins.vision.moonvit.geometry import Clip, ImageError
 
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids")
+_READ_BY_THE_HOST = ("clips", "image_positions", "row")
+
+
+def on_device(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A row with its tensors on the device, but for what the host reads: that would wait for all kernels before it."""
+    return {key: value if key in _READ_BY_THE_HOST else value.cuda(non_blocking=True) for key, value in row.items()}
 
 
 def places(image_positions: Sequence[int], seq_length: int, size: int) -> list[tuple[NDArray, NDArray]]:
@@ -61,8 +67,8 @@ def encode_images(encoder: MoonViT, row: dict[str, Tensor]) -> tuple[Tensor, Ten
     """The image tokens in this rank's slice of the sequence; with ``dynamic-cp`` collective over the slices' ranks.
 
     Args:
-        row: of the data set, with a dimension of 1 in front, not cut; with ``images`` ``[m, d]`` if they are encoded
-            already.
+        row: from :func:`on_device`, with a dimension of 1 in front, not cut; with ``images`` ``[m, d]`` if they are
+            encoded already.
 
     Returns:
         tokens ``[m, d]`` and their places ``[m]`` in the slice.
@@ -71,16 +77,16 @@ def encode_images(encoder: MoonViT, row: dict[str, Tensor]) -> tuple[Tensor, Ten
         ImageError: the row has more or fewer places for image tokens than its images make.
     """
     clips = [Clip(*clip) for clip in row["clips"][0].tolist()]
-    positions = row["image_positions"][0]
+    positions = row["image_positions"][0].tolist()
     needed = sum(clip.tokens for clip in clips)
     if len(positions) != needed:
         raise ImageError(f"a row has {len(positions)} places for image tokens, and its images make {needed}")
     group = mpu.get_context_parallel_group()
-    found = places(positions.tolist(), row["position_ids"].shape[1], group.size())
+    found = places(positions, row["position_ids"].shape[1], group.size())
     images = row.get("images")
     if images is None:
         images = encode_slice(encoder, row["patches"][0], clips, [wanted for wanted, _ in found])
-    return images, torch.from_numpy(found[group.rank()][1]).to(positions.device)
+    return images, torch.from_numpy(found[group.rank()][1]).to(row["position_ids"].device)
 
 
 def encode_slice(

@@ -28,7 +28,7 @@ from k3_plugins.training.forward_step import loss_func
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
 from k3_plugins.vision.moonvit.flops import STEP
-from k3_plugins.vision.training.context import cut, encode_images, loss_of
+from k3_plugins.vision.training.context import cut, encode_images, loss_of, on_device
 from k3_plugins.vision.training.pairs import Pair
 from k3_plugins.vision.training.rows import PairRows
 from k3_plugins.vision.training.usable import PairSource, named_failures, usable_pairs
@@ -168,7 +168,7 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel) -> tuple[Tenso
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     with named_failures():
-        row = {key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items()}
+        row = on_device(next(data_iterator))
     timers("batch-generator").stop()
     decoder_input = None
     if gpt.pre_process:

@@ -3,6 +3,7 @@
 import io
 import tarfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from k3_plugins.data.render.kinds import KINDS, draw
 from k3_plugins.feature import FeatureError
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.geometry import Clip, ImageError, patchify
+from k3_plugins.vision.training import context
 from k3_plugins.vision.training.pairs import BadSample, find_pairs, read_image, read_patches, read_text
 from k3_plugins.vision.training.rows import PairRows
 from k3_plugins.vision.training.tokens import END, IMAGE, MARK
@@ -189,3 +191,16 @@ def test_an_image_that_is_not_what_its_header_says(tmp_path):
     (pair,) = samples(tmp_path)
     with pytest.raises(ImageError, match=r"a\.png decodes to 2 tokens, and its header says 4: write it anew"):
         read_patches(replace(pair, clip=Clip(1, 4, 4)), CONFIG)
+
+
+def test_what_the_host_reads_does_not_come_back_from_the_device(folder, monkeypatch):
+    """A value on the device cannot be read here at all; reading it there would wait for every kernel before it."""
+    rows = PairRows(find_pairs(str(folder), CONFIG, "txt", "--vision-data"), 1, 3000, CONFIG, None)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, non_blocking: self.to("meta"))
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(context.mpu, "get_context_parallel_group", lambda: alone)
+    row = context.on_device({key: value[None] for key, value in rows[0].items()})
+    assert row["tokens"].is_meta and row["patches"].is_meta
+    encoded = torch.empty(rows[0]["image_positions"].shape[0], 8, device="meta")
+    images, places = context.encode_images(lambda patches, clips, between: encoded, row)
+    assert images is encoded and places.is_meta and places.shape == (len(encoded),)
