@@ -69,11 +69,6 @@ class Piece(NamedTuple):
         """Number of patches."""
         return self.stop - self.start
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is the clip."""
-        return self.patches == self.clip.patches
-
     def runs(self) -> list[Run]:
         """The piece in order: the rest of a frame, whole frames, the beginning of a frame, as far as there are any."""
         size = self.clip.h * self.clip.w
