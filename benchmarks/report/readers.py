@@ -35,9 +35,11 @@ def kda(peer: str, mode: str, key: str) -> Callable[[Any], Reading]:
     """Ours and a peer's at the longest sequence that the peer ran."""
 
     def read(report: Any) -> Reading:
-        length = max((r["length"] for r in report["results"] if r["name"] == peer), default=None)
-        ours, its = (row(report["results"], name=name, length=length, mode=mode)[key] for name in ("ours_torch", peer))
-        return Reading(ours, its, {"T": f"{length:,}", "H": report["sizes"]["heads"], "K": report["sizes"]["K"]})
+        results, sizes = report["results"], report["sizes"]
+        length = max((r["length"] for r in results if r["name"] == peer), default=None)
+        ours, its = (row(results, name=name, length=length, mode=mode) for name in ("ours_torch", peer))
+        words = {"T": f"{length:,}", "H": sizes["heads"], "K": sizes["K"], "n": ours["runs"], "m": its["runs"]}
+        return Reading(ours[key], its[key], words)
 
     return read
 
