@@ -7,6 +7,11 @@
 # Needs a data set (01_prepare_data.sh). Trains a proxy with experts for TRAIN_ITERS steps, goes on with mxfp4-qat for
 # QAT_ITERS more, and writes a Hugging Face folder whose routed experts are packed. What exists already is not made again.
 HERE="$(dirname "${BASH_SOURCE[0]}")"
+case " $* " in *" --dry-run "*)
+    echo "two trainings have no dry run: try the flags of the first with 02_pretrain_cpu.sh --dry-run" >&2
+    exit 2
+    ;;
+esac
 export K3_RUN="${K3_RUN:-runs/kimi_k3_moe}" DATA="${DATA:-runs/kimi_k3/data}" NPROC="${NPROC:-2}" EP="${EP:-2}"
 export MODEL="${MODEL:-kimi_k3_moe_tiny}" TRAIN_ITERS="${TRAIN_ITERS:-100}" SEQ_LENGTH="${SEQ_LENGTH:-128}"
 export MICRO_BATCH="${MICRO_BATCH:-2}" GLOBAL_BATCH="${GLOBAL_BATCH:-8}"

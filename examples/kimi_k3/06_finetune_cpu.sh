@@ -14,7 +14,7 @@ export FEATURES="${FEATURES:-kda,gated-mla,attnres,latent-moe,moonep,mxfp4-qat}"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 CHATS="${CHATS:-$RUN/chats.jsonl}"
-if [ ! -f "$CHATS" ]; then
+if [ -z "$DRY_RUN" ] && [ ! -f "$CHATS" ]; then
     "$K3_PYTHON" - "$CHATS" <<'PY'
 import json
 import sys

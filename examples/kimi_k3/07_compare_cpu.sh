@@ -7,6 +7,10 @@
 # The names are files in examples/kimi_k3/compare, or paths of your own. Pairs there: hybrid full_attention, attnres residual,
 # cosine wsd, muon adamw. Finished runs are kept; the report is in $RUN/compare.
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+if [ -n "$DRY_RUN" ]; then
+    echo "a comparison has no dry run: try the flags of each arm with 02_pretrain_cpu.sh --dry-run" >&2
+    exit 2
+fi
 if [ $# -lt 2 ]; then
     echo "name two arms: bash $0 cosine wsd (more flags of the comparison may follow)" >&2
     exit 2

@@ -7,6 +7,11 @@
 # Needs a data set (01_prepare_data.sh). The log's `acceptance k` is the chance that the k-th drafted token is accepted.
 # A model that was pre-trained already is not made again.
 HERE="$(dirname "${BASH_SOURCE[0]}")"
+case " $* " in *" --dry-run "*)
+    echo "two trainings have no dry run: try the flags of the first with 02_pretrain_cpu.sh --dry-run" >&2
+    exit 2
+    ;;
+esac
 export K3_RUN="${K3_RUN:-runs/kimi_k3_draft}" DATA="${DATA:-runs/kimi_k3/data}" NPROC="${NPROC:-2}" EP="${EP:-2}"
 export MODEL="${MODEL:-kimi_k3_moe_tiny}" TRAIN_ITERS="${TRAIN_ITERS:-200}" SEQ_LENGTH="${SEQ_LENGTH:-128}"
 export MICRO_BATCH="${MICRO_BATCH:-2}" GLOBAL_BATCH="${GLOBAL_BATCH:-8}"

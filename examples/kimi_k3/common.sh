@@ -10,14 +10,14 @@
 #   TP PP CP EP NPROC   tensor, pipeline, context, expert parallel sizes, and processes on this machine
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several machines; under SLURM only NNODES is needed
 #
-# --dry-run as the first word after a script's name prints the resolved configuration, the parallel layout and the memory
-# plan, and starts nothing; it needs neither GPUs nor data.
+# --dry-run after a script's name prints the resolved configuration, the parallel layout and the memory plan, and starts
+# nothing; it needs neither GPUs nor data.
 set -euo pipefail
 DRY_RUN=""
-if [ "${1:-}" = --dry-run ]; then
-    DRY_RUN=1
+for word in "$@"; do
     shift
-fi
+    if [ "$word" = --dry-run ]; then DRY_RUN=1; else set -- "$@" "$word"; fi
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/setup_env.sh
 

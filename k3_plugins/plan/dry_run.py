@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own = command.parse_args(words[:place])
     try:
         control, flags = parse_control(words[place + 1 :])
+        flags = without_own(own.door, flags)
         if not control.plugins:
             raise FeatureError("the training flags name no feature: add --k3-plugins")
         platform.select(control.platform or "cpu")  # the checks need no GPU, wherever the job will run
@@ -87,6 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with replacing(own.json) as temporary:
             temporary.write_text(json.dumps(_values(found, features, plan), indent=1) + "\n")
     return int(plan is not None and max(memory.total for memory in plan["memory"]) > own.gpu_memory * GB)
+
+
+def without_own(door: str, flags: list[str]) -> list[str]:
+    """A door's command line as it hands it to Megatron: without the flags that are its own, those of its data."""
+    parse = getattr(import_module(door), "parse", None)
+    return flags if parse is None else parse(flags)[1]
 
 
 def memory_plan(args: argparse.Namespace, features: Sequence[str], model: str | None, reserve: float) -> dict[str, Any]:

@@ -60,11 +60,21 @@ def test_the_published_model_fits_as_the_table_says(stage, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["21_node_8gpu.sh", "22_slurm_kimi_linear.sh", "03_pretrain_gpu.sh"])
+@pytest.mark.parametrize(
+    "script",
+    """03_pretrain_gpu.sh 04_resume.sh 06_finetune_cpu.sh 08_vision_cpu.sh 20_everything_cpu.sh 21_node_8gpu.sh
+    22_slurm_kimi_linear.sh""".split(),
+)
 def test_other_dry_runs_start_and_fit(script):
     sizes = {"NPROC": "8", "TP": "2", "PP": "4", "NNODES": "8", "EP": "8"} if script.startswith("03") else {}
     done = start(script, "--dry-run", **sizes)
     assert done.returncode == 0 and fullest(done.stdout), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("script", ["05_quantize_cpu.sh", "07_compare_cpu.sh", "09_draft_cpu.sh"])
+def test_what_has_no_dry_run_says_so_and_starts_nothing(script, tmp_path):
+    done = start(script, "--dry-run", "cosine", "wsd", K3_RUN=str(tmp_path / "run"))
+    assert done.returncode == 2 and "no dry run" in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_a_stage_that_is_not_there_is_named():

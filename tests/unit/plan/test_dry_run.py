@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from k3_plugins.plan import __main__ as plan
+from k3_plugins.plan.dry_run import DOORS, without_own
 from k3_plugins.plan.from_arguments import options_of
 from tests.harness.launch import launch
 
@@ -37,6 +38,14 @@ def test_it_prints_the_planners_numbers_for_the_planners_flags(planned, tmp_path
     assert found["layout"]["data_parallel_size"] == planned["data"]
     assert found["configuration"]["hidden_size"] == 7168 and "adam_beta1" not in found["configuration"]
     assert "fits in 80 GB" in result.logs[0] and "layers 1-" in result.logs[0]
+
+
+def test_a_doors_own_flags_are_no_flags_of_megatron():
+    own = "--vision-data pairs --vision-text-alone --chat-data one two".split()
+    left = {door: without_own(door, [*own, "--seq-length", "8"]) for door in DOORS}
+    assert left.pop("k3_plugins.pretrain_gpt") == [*own, "--seq-length", "8"]
+    assert left.pop("k3_plugins.pretrain_vlm") == [*own[-3:], "--seq-length", "8"]
+    assert left.pop("k3_plugins.finetune_gpt") == [*own[:3], "--seq-length", "8"] and not left
 
 
 def test_what_the_estimate_does_not_count_is_said():
