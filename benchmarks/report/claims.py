@@ -198,7 +198,7 @@ ATTNRES_QUALITY = Benchmark(
     "attnres-quality",
     "attnres_quality.py",
     "Learning with Attention Residuals",
-    Form("--json --steps 80 --lrs 2e-3 4e-3 8e-3", 900),
+    Form("--json --steps 80 --lrs 2e-3 4e-3 8e-3 1.6e-2", 900),
     Form("--json --seeds 3", 7200),
     (
         Claim(
