@@ -14,7 +14,7 @@ Values = Mapping[str, float]
 
 
 def logs(
-    measure: Callable[[], Values | None], *, on_every_rank: bool
+    measure: Callable[[], Values | None], *, on_every_rank: bool, slow: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A patch body for megatron.training.training:training_log that writes what ``measure`` returns.
 
@@ -22,6 +22,7 @@ def logs(
         measure: called when scalars are due; None or nothing: there is nothing to write.
         on_every_rank: call it on all ranks (it is collective, or empties what was measured); otherwise only where there
             is a writer, so that the others need not wait for their devices.
+        slow: measuring takes long beside a step: only where Megatron's own line is due too, at ``--log-interval``.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,7 +31,7 @@ def logs(
             losses: dict, total_losses: dict, learning_rate: float | None, iteration: int, *args: Any, **kwargs: Any
         ) -> Any:
             result = original(losses, total_losses, learning_rate, iteration, *args, **kwargs)
-            if due(iteration) and (on_every_rank or any(_writers())):
+            if due(iteration, slow) and (on_every_rank or any(_writers())):
                 write(measure() or {}, iteration)
             return result
 
@@ -39,11 +40,12 @@ def logs(
     return wrap
 
 
-def due(iteration: int) -> bool:
-    """Whether scalars are written after this step."""
+def due(iteration: int, slow: bool = False) -> bool:
+    """Whether scalars are written after this step; slow ones only where Megatron prints its line too."""
     from megatron.training import get_args
 
-    return iteration % get_args().tensorboard_log_interval == 0
+    args = get_args()
+    return iteration % args.tensorboard_log_interval == 0 and not (slow and iteration % args.log_interval)
 
 
 def written_anywhere() -> bool:

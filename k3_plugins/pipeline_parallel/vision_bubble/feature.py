@@ -68,7 +68,7 @@ class VisionBubble:
             Patch(
                 id="vision-bubble.metrics",
                 target="megatron.training.training:training_log",
-                implementation=logs(_scalars, on_every_rank=True),
+                implementation=logs(_scalars, on_every_rank=True, slow=True),
                 reason="The training loop has no callback for user metrics.",
                 remove_when="Megatron offers a registry of metrics or a logging callback",
                 **wrap,

@@ -24,14 +24,16 @@ def writers(monkeypatch):
     from megatron.training import global_vars
 
     found = SimpleNamespace(tensorboard=None, wandb=None)
-    monkeypatch.setattr(megatron.training, "get_args", lambda: SimpleNamespace(tensorboard_log_interval=2))
+    intervals = SimpleNamespace(tensorboard_log_interval=2, log_interval=3)
+    monkeypatch.setattr(megatron.training, "get_args", lambda: intervals)
     monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: found.tensorboard)
     monkeypatch.setattr(global_vars, "get_wandb_writer", lambda: found.wandb)
     return found
 
 
-def run(measure, on_every_rank, *iterations):
-    body = logs(measure, on_every_rank=on_every_rank)(lambda losses, total, rate, iteration, flag, last=0: (flag, last))
+def run(measure, on_every_rank, *iterations, slow=False):
+    wrap = logs(measure, on_every_rank=on_every_rank, slow=slow)
+    body = wrap(lambda losses, total, rate, iteration, flag, last=0: (flag, last))
     return [body({}, {}, 1e-3, iteration, "flag", last=iteration) for iteration in iterations]
 
 
@@ -54,3 +56,9 @@ def test_ranks_without_a_writer_measure_only_where_all_must(writers, on_every_ra
     made = []
     run(lambda: made.append(1) or {}, on_every_rank, 1, 2, 3, 4)
     assert len(made) == calls
+
+
+def test_what_is_slow_to_measure_waits_for_megatrons_line(writers):
+    writers.tensorboard = Writer()
+    run(lambda: {"k3/slow": 1.0}, True, *range(1, 13), slow=True)
+    assert [iteration for _, _, iteration in writers.tensorboard.written] == [6, 12]
