@@ -12,6 +12,7 @@ with the minutes, or with the job if that comes first: give it steps enough. A s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -81,7 +82,8 @@ class Job:
         file = self.records / "rank0.jsonl"
         if not file.exists():
             return []
-        return [int(line.split('"iteration": ')[1].split(",")[0]) for line in file.read_text().splitlines()]
+        # a kill may have cut the last line
+        return [json.loads(line)["iteration"] for line in file.read_text().splitlines() if line.endswith("}")]
 
 
 def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:

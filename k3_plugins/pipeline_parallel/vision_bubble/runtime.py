@@ -216,7 +216,8 @@ class BubbleRuntime:
         mine = torch.tensor([digest], dtype=torch.int64, device=self._device)
         all_ranks = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(all_ranks, mine, group=group)
-        different = [rank for rank, other in enumerate(all_ranks) if int(other) != int(all_ranks[0])]
+        digests = torch.cat(all_ranks).tolist()
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
             raise RuntimeError(
                 f"vision-bubble: pipeline ranks {different} read other data or made another plan than rank 0; start"

@@ -97,8 +97,8 @@ def _undecodable(pairs: Sequence[Pair], config: MoonViTConfig) -> dict[int, str]
     for number in track(numbers, "decoding all images once", transient=True, disable=rank != 0):
         try:
             read_patches(pairs[number], config)
-        except ImageError as error:
-            found[number] = str(error)
+        except (ImageError, OSError) as error:  # one rank that raised alone would leave the others waiting
+            found[number] = f"{pairs[number].name}: {error}" if isinstance(error, OSError) else str(error)
     return found
 
 
