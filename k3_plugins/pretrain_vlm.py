@@ -1,6 +1,7 @@
 """``python -m k3_plugins.pretrain_vlm --vision-data DIR ...``: pre-train on images and text from the first step.
 
-    --vision-data DIR          webdataset shards with KEY.png and a text each (k3_plugins.data.render makes some)
+    --vision-data DIR          webdataset shards with KEY.png and a text each (k3_plugins.data.render makes some);
+                               an animated PNG is a video
     --vision-valid-data DIR    the same for validation
     --vision-text SUFFIX       the text: txt (captions) or svg (the drawing's code) [txt]
     --vision-text-alone        take texts without an image too; otherwise they are refused as damaged pairs

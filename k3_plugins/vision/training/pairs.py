@@ -1,8 +1,9 @@
-"""Images with texts out of webdataset tar shards, found by their headers alone.
+"""Images and videos with texts out of webdataset tar shards, found by their headers alone.
 
 A pair is two neighbouring files of one key: ``KEY.png`` and a text, ``KEY.txt`` (captions, as
-``k3_plugins.data.render`` writes them) or another suffix; a text may stand alone where that is allowed. A text may say
-with ``<|media_pad|>`` where in it the image stands; otherwise the image comes first. Nothing is unpacked: offsets into
+``k3_plugins.data.render`` writes them) or another suffix; a text may stand alone where that is allowed. An animated
+PNG is a video. A text may say with ``<|media_pad|>`` where in it the image stands; otherwise the image comes first.
+Nothing is unpacked: offsets into
 the shards are kept, and the size of an image is read from the first bytes of its PNG.
 """
 
@@ -145,19 +146,40 @@ def _pair_of(
             )
     clip = None
     if "png" in parts:
-        stream.seek(parts["png"][0])
-        header = stream.read(min(24, parts["png"][1]))
-        if len(header) < 24 or header[:8] != PNG:
+        size = png_size(stream, *parts["png"])
+        if size is None:
             raise BadSample("corrupt", f"{shard}: {key}.png is no PNG file")
-        width, height = struct.unpack(">II", header[16:])
         try:
-            clip = clip_of(1, height, width, config, f"{shard}: {key}.png")
+            clip = clip_of(*size, config, f"{shard}: {key}.png")
         except ImageError as error:
-            raise BadSample("too large" if width and height else "empty", str(error)) from error
+            raise BadSample("too large" if all(size) else "empty", str(error)) from error
     stream.seek(parts[suffix][0])
     text = stream.read(parts[suffix][1])
     mark = mark_of(text, int(clip is not None), f"{shard}: {key}.{suffix}")
     return Pair(key, shard, parts.get("png"), parts[suffix], clip, mark)
+
+
+def png_size(stream: BinaryIO, offset: int, size: int) -> tuple[int, int, int] | None:
+    """(frames, height, width) of a PNG, or None for another file.
+
+    Args:
+        stream: holds the file from ``offset`` on, ``size`` bytes of it.
+    """
+    stream.seek(offset)
+    header = stream.read(min(24, size))
+    if len(header) < 24 or header[:8] != PNG:
+        return None
+    width, height = struct.unpack(">II", header[16:])
+    at = offset + len(PNG)
+    while at + 12 <= offset + size:  # length, kind, content, checksum; what tells of frames comes ahead of the pixels
+        stream.seek(at)
+        length, kind = struct.unpack(">I4s", stream.read(8))
+        if kind == b"acTL" and length >= 4:
+            return struct.unpack(">I", stream.read(4))[0], height, width
+        if kind == b"IDAT":
+            break
+        at += 12 + length
+    return 1, height, width
 
 
 def mark_of(text: bytes, images: int, name: str) -> int | None:
@@ -197,7 +219,7 @@ def read_text(pair: Pair) -> np.ndarray:
 
 
 def read_image(pair: Pair) -> Tensor:
-    """The image of a pair that has one, ``[3, H, W]`` uint8.
+    """The image of a pair that has one, as :func:`decode` gives it.
 
     Raises:
         ImageError: an image that does not decode, naming the sample.
@@ -206,18 +228,20 @@ def read_image(pair: Pair) -> Tensor:
 
 
 def decode(image: bytes, name: str) -> Tensor:
-    """An image file's contents to ``[3, H, W]`` uint8.
+    """An image file's contents to ``[3, H, W]`` uint8, those of an animated one to ``[frames, 3, H, W]``.
 
     Raises:
         ImageError: with ``name``, an image that does not decode.
     """
-    from PIL import Image
+    from PIL import Image, ImageSequence
 
     try:
-        pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
+        with Image.open(io.BytesIO(image)) as file:
+            frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(file)]
     except Exception as error:  # Pillow raises many kinds for damaged files
         raise ImageError(f"{name} cannot be decoded: {error}") from error
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2)
+    return pixels[0] if len(frames) == 1 else pixels
 
 
 def read_patches(pair: Pair, config: MoonViTConfig) -> Tensor:

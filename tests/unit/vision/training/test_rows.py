@@ -204,3 +204,41 @@ def test_what_the_host_reads_does_not_come_back_from_the_device(folder, monkeypa
     encoded = torch.empty(rows[0]["image_positions"].shape[0], 8, device="meta")
     images, places = context.encode_images(lambda patches, clips, between: encoded, row)
     assert images is encoded and places.is_meta and places.shape == (len(encoded),)
+
+
+def frames(count, width=40, height=60):
+    return [Image.new("RGB", (width, height), (40 * number, 10, 200)) for number in range(1, count + 1)]
+
+
+def animated(images, **options):
+    stream = io.BytesIO()
+    images[0].save(stream, "PNG", save_all=True, append_images=images[1:], **options)
+    return stream.getvalue()
+
+
+def test_an_animated_png_is_a_video(tmp_path):
+    images = frames(3)
+    shard(tmp_path, {"0.png": animated(images), "0.txt": b"three", "1.png": png(40, 60), "1.txt": b"one"})
+    video, image = find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
+    assert video.clip == Clip(3, 6, 4) and image.clip == Clip(1, 6, 4)
+    assert video.image_tokens == image.image_tokens == 6  # frames are pooled
+    pixels = read_image(video)
+    assert pixels.shape == (3, 3, 60, 40)
+    assert [frame[:, 0, 0].tolist() for frame in pixels] == [[40, 10, 200], [80, 10, 200], [120, 10, 200]]
+    assert torch.equal(read_patches(video, CONFIG), patchify(pixels, CONFIG)[0])
+    row = PairRows([video], 1, 32, CONFIG, seed=None)[0]
+    assert row["clips"].tolist() == [[3, 6, 4]] and len(row["image_positions"]) == 6
+
+
+def test_videos_that_cannot_be_trained_on(tmp_path):
+    few = replace(CONFIG, moonvit_max_frames=2)
+    shard(tmp_path, {"0.png": animated(frames(3)), "0.txt": b"x"})
+    with pytest.raises(BadSample, match=r"0.png.*3 frames"):
+        find_pairs(str(tmp_path), few, "txt", "--vision-data")
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    whole = animated(frames(3))
+    shard(cut, {"0.png": whole[: len(whole) * 2 // 3], "0.txt": b"x"})
+    (pair,) = find_pairs(str(cut), CONFIG, "txt", "--vision-data")
+    with pytest.raises(ImageError, match=r"0.png (cannot be decoded|decodes to)"):
+        read_patches(pair, CONFIG)
