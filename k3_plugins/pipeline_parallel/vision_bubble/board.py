@@ -147,6 +147,12 @@ class Board:
             x = int(self.after[x])
         return tasks
 
+    def reorder(self, rank: int, order: list[int]) -> None:
+        """Give a rank's tasks another order; ``refresh`` must follow."""
+        self.first[rank] = order[0]
+        self.before[order[0]] = self.after[order[-1]] = -1
+        self.before[order[1:]], self.after[order[:-1]] = order[:-1], order[1:]
+
     def tasks(self, rank: int) -> tuple[Task, ...]:
         """The tasks of a rank with their times."""
         result = []

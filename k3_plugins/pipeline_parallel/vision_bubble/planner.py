@@ -8,7 +8,8 @@ ranks, because nothing is left to hide their backwards behind.
 
 The estimate of an insertion is exact (see `paths`), so a task that fits a bubble delays nothing. A few rules for the
 order in which tasks are placed are tried; if the best plan is not within ``GOOD_ENOUGH`` of what any plan needs,
-micro-batches are taken out and placed again. Everything is deterministic.
+micro-batches are taken out and placed again. A plan whose messages would wait for each other in a circle is eased until
+they do not. Everything is deterministic.
 
     plan(BubbleProblem(pipeline_size=16, chunks=4, microbatches=128)).makespan
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from k3_plugins.pipeline_parallel.vision_bubble import events
 from k3_plugins.pipeline_parallel.vision_bubble.board import Board
-from k3_plugins.pipeline_parallel.vision_bubble.plan import Bounds, Plan, peak_activations
+from k3_plugins.pipeline_parallel.vision_bubble.plan import Bounds, Plan, TaskKind, peak_activations
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem, PlanError
 
 GOOD_ENOUGH = 1.0 + 1e-6
@@ -40,13 +41,16 @@ def plan(problem: BubbleProblem) -> Plan:
         if best.makespan <= best.goal * GOOD_ENOUGH:
             break
     best.repair()
-    ranks = tuple(best.board.tasks(rank) for rank in range(problem.pipeline_size))
-    result = Plan(problem, ranks, bounds(problem, best.owner), tuple(best.owner), peak_activations(ranks))
-    try:
-        events.check(result)
-    except events.DeadlockError as error:
-        raise PlanError(f"the plan cannot be executed: {error}") from error
-    return result
+    while True:
+        result = best.plan()
+        try:
+            events.check(result)
+        except events.DeadlockError as error:
+            # Places are chosen by times alone; a wait for a neighbour to take a message can close a circle with them.
+            if not best.ease():
+                raise PlanError(f"the plan cannot be executed: {error}") from error
+        else:
+            return result
 
 
 def bounds(problem: BubbleProblem, owner: list[int]) -> Bounds:
@@ -82,6 +86,32 @@ class _Placement:
     @property
     def makespan(self) -> float:
         return self.board.makespan
+
+    def plan(self) -> Plan:
+        """The plan as it stands."""
+        ranks = tuple(self.board.tasks(rank) for rank in range(self.problem.pipeline_size))
+        return Plan(self.problem, ranks, bounds(self.problem, self.owner), tuple(self.owner), peak_activations(ranks))
+
+    def ease(self) -> bool:
+        """Move every encoder forward ahead of the task before it, or, once all stand at the start, every encoder
+        backward behind the task after it. With all forwards first and all backwards last nothing waits for them.
+
+        Returns:
+            False if all of them stand there.
+        """
+        board, moved = self.board, False
+        for kind, step in ((TaskKind.ENCODER_FORWARD, 1), (TaskKind.ENCODER_BACKWARD, -1)):
+            for rank in range(self.problem.pipeline_size):
+                order = board.order(rank)[::step]
+                for k in range(1, len(order)):
+                    here, ahead = (board.kinds[order[n]][0] for n in (k, k - 1))
+                    if here is kind and ahead is not kind:
+                        order[k - 1], order[k], moved = order[k], order[k - 1], True
+                board.reorder(rank, order[::step])
+            if moved:
+                break
+        board.refresh()
+        return moved
 
     def place_all(self) -> None:
         p, m = self.problem.pipeline_size, self.problem.microbatches

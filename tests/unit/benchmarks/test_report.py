@@ -106,7 +106,7 @@ def test_a_result_has_what_the_numbers_belong_to_and_no_path(tmp_path):
     assert result["output"] == {"ours": 1.0, "peer": 2.0, "n": 7} and "failure" not in result
     assert result["machine"]["cores"] >= 1 and result["machine"]["memory_bytes"] > 2**28
     assert result["versions"]["python"] == sys.version.split()[0] and result["versions"]["megatron-core"]
-    assert result["load"]["seconds"] > 0
+    assert result["load"]["seconds"] >= 0  # a toy may be done before the clock moves
     assert run(toy(tmp_path, f"file {FILE}"), "full")["output"] == {"ours": 1, "peer": 2}
     assert run(toy(tmp_path, f"file {FILE}"), "full")["command"].endswith("toy.py file FILE")
     failure = run(toy(tmp_path, "fails"), "full")["failure"]

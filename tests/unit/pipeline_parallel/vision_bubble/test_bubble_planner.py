@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from benchmarks.vision_bubble import random_plans
 from k3_plugins.pipeline_parallel.vision_bubble import events
 from k3_plugins.pipeline_parallel.vision_bubble.plan import TaskKind
-from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
+from k3_plugins.pipeline_parallel.vision_bubble.planner import _Placement, plan
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem, PlanError
 from k3_plugins.pipeline_parallel.vision_bubble.simulate import coupled, violations
 from k3_plugins.pipeline_parallel.vision_bubble.text_order import visits, warm_up
@@ -26,6 +26,30 @@ def test_no_plan_violates_a_dependency(problem):
     assert violations(planned) == []
     assert planned.makespan >= planned.bounds.strict * (1 - 1e-9)
     events.check(planned)
+
+
+def test_a_placement_whose_messages_wait_in_a_circle_is_eased():
+    """Found by the test above: a forward that costs many text tasks, behind a message that rank 0 takes late."""
+    chunks = np.full((2, 2), 0.125)
+    encoder = np.array([0, 0, 0, 1, 0, 2])
+    problem = BubbleProblem(2, 2, 6, chunks, chunks, encoder, np.zeros(6), pieces=1, communication="overlap")
+    planned = plan(problem)
+    events.check(planned)
+    assert violations(planned) == []
+    backwards = BubbleProblem(2, 2, 6, chunks, chunks, encoder, encoder, pieces=2, communication="blocking")
+    assert violations(plan(backwards)) == []
+
+
+def test_easing_ends_with_forwards_first_and_backwards_last():
+    placement = _Placement(BubbleProblem(4, 2, 8, pieces=2), True, True)
+    placement.place_all()
+    while placement.ease():
+        assert violations(placement.plan()) == []
+    final = placement.plan()
+    events.check(final)
+    for tasks in final.ranks:
+        kinds = [task.kind.is_text or task.kind for task in tasks]
+        assert kinds == sorted(kinds, key=[TaskKind.ENCODER_FORWARD, True, TaskKind.ENCODER_BACKWARD].index)
 
 
 def test_the_check_itself_sees_every_kind_of_fault():
@@ -141,7 +165,7 @@ INTERPRETED = """
 import sys
 sys.modules["numba"] = None
 from k3_plugins.pipeline_parallel.vision_bubble import paths
-from k3_plugins.pipeline_parallel.vision_bubble.planner import plan
+from k3_plugins.pipeline_parallel.vision_bubble.planner import _Placement, plan
 from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem
 assert paths.numba is None
 for sizes in ((4, 2, 8), (3, 1, 7), (4, 3, 16)):
