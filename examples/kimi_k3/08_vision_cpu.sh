@@ -27,7 +27,7 @@ make_pairs() { # FOLDER COUNT SEED
         "$K3_PYTHON" -m k3_plugins.data.render --output "$1" --count "$2" --seed "$3" "${RENDER_ARGS[@]}" --workers 2
     fi
 }
-if [ -z "${DRY_RUN:-}" ]; then
+if [ -z "$DRY_RUN" ]; then
     make_pairs "$RUN/pairs" "${COUNT:-8000}" 0
     make_pairs "$RUN/held_out" 256 1
 fi
@@ -39,7 +39,7 @@ DATA_ARGS=(
 )
 PROGRAM=k3_plugins.pretrain_vlm
 train_on_cpu "$@"
-if [ -n "${DRY_RUN:-}" ]; then exit; fi
+if [ -n "$DRY_RUN" ]; then exit; fi
 report
 "$K3_PYTHON" -m k3_plugins.vision.image_shuffle --load "$RUN/checkpoints" --vision-data "$RUN/held_out" --k3-platform cpu \
     --json "$RUN/image_shuffle.json"

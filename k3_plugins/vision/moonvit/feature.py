@@ -74,11 +74,10 @@ class MoonViTFeature:
         ):
             if value % tp:
                 raise FeatureError(f"{flag} {value} cannot be split over --tensor-model-parallel-size {tp}")
-        for flag, value, allowed in (
-            ("--micro-batch-size", args.micro_batch_size, 1),
-        ):
-            if value != allowed:
-                raise FeatureError(f"{flag} {value}: training with images runs with {allowed} only in this version")
+        if args.micro_batch_size != 1:
+            raise FeatureError(
+                f"--micro-batch-size {args.micro_batch_size}: training with images runs with 1 only in this version"
+            )
         if args.mtp_num_layers:
             raise FeatureError("--mtp-num-layers: image tokens are not predicted further ahead; drop it")
 

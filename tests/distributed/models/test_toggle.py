@@ -14,7 +14,7 @@ from tests.harness.launch import launch
 PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 ROWS = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (\w+) \|$", PAGE.read_text(), re.MULTILINE)
 LAYOUT = """--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --expert-model-parallel-size 2
-    --expert-tensor-parallel-size 1 --use-distributed-optimizer --attn-res-two-phase off"""
+    --expert-tensor-parallel-size 1 --use-distributed-optimizer"""
 OWN_FLAGS = {
     "activation-manager": ["--activation-policy", POLICY],
     "vision-bubble": ["--vision-bubble-times", "1,2,1,2"],
@@ -35,7 +35,7 @@ class Job:
         self.root, self.done = root, 0
         common = " ".join(COMMON).replace("--muon-fp32-matmul-prec high", "")
         self.words = [*CPU, *common.split(), *make_data(root / "data"), "--eval-iters", "0"]
-        self.words += LAYOUT.replace(" --attn-res-two-phase off", "").split()
+        self.words += LAYOUT.split()
 
     def run(self, features, flags, check=True):
         own = [word for name in features for word in OWN_FLAGS.get(name, [])]
