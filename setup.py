@@ -47,6 +47,8 @@ setup(
             "pytest==9.2.0",
             "hypothesis==6.170.17",
             "ruff==0.17.6",
+            "mypy==2.4.1",
+            "types-PyYAML==6.0.12.20261122",
             "scipy==1.18.1",
             "safetensors==0.8.0",
             "resvg-py==0.5.0",
