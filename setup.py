@@ -24,7 +24,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12,<3.14",
     packages=find_packages(include=["k3_plugins", "k3_plugins.*"]),
-    package_data={"k3_plugins": ["patching/fingerprints/*.json"]},
+    package_data={"k3_plugins": ["py.typed", "patching/fingerprints/*.json"]},
     install_requires=["numpy", "einops", "rich", "matplotlib", "tensorboard", "pyyaml", "pydantic"],
     extras_require={
         "kda": ["fla-core==0.6.0"],

@@ -73,7 +73,7 @@ def test_wheel_holds_the_package_with_its_data_and_nothing_else(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     packaged = {name for name in names if ".dist-info/" not in name}
     tracked = run("git", "ls-files", "k3_plugins").stdout.split()
-    expected = {name for name in tracked if name.endswith(".py") or "/fingerprints/" in name}
+    expected = {name for name in tracked if name.endswith((".py", "py.typed")) or "/fingerprints/" in name}
     assert expected, "this test reads the list of files from git"
     assert expected <= packaged and all(name.startswith("k3_plugins/") for name in packaged)
 
