@@ -1,6 +1,7 @@
 """What is on in this process: the one object that features, model builders and reports ask.
 
-activation = k3_plugins.activation.current()     # None when no feature was named
+activation = k3_plugins.activation.active()      # in a feature's code, which runs only when features are on
+activation = k3_plugins.activation.current()     # elsewhere: None when no feature was named
 activation.config("kda")                         # the typed config, after the arguments were parsed
 activation.platform                              # "cpu" or "cuda"
 activation.as_dict()                             # JSON: what is compared across ranks and saved in reports
@@ -91,6 +92,18 @@ _current: Activation | None = None
 def current() -> Activation | None:
     """The activation of this process, or None if no feature was named."""
     return _current
+
+
+def active() -> Activation:
+    """The activation of this process, for code that runs only when features are on.
+
+    Raises:
+        FeatureError: if no feature was named.
+    """
+    activation = current()
+    if activation is None:
+        raise FeatureError("no feature is active in this process: name features with --k3-plugins")
+    return activation
 
 
 def set_current(activation: Activation | None) -> None:
