@@ -43,8 +43,10 @@ setup(
         "transfer": ["mooncake-transfer-engine-non-cuda==0.3.13.post1"],
         # The hyphen matters: the name with an underscore is an empty package that breaks `import megatron.core`.
         "gpu": ["transformer-engine[core-cu13,pytorch]"],
+        "docs": ["mkdocs==1.6.1"],
         "test": [
             "pytest==9.2.0",
+            "mkdocs==1.6.1",
             "hypothesis==6.170.17",
             "ruff==0.17.6",
             "mypy==2.4.1",

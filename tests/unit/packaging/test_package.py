@@ -43,7 +43,7 @@ def test_neither_torch_nor_megatron_is_forced_on_users(metadata):
 
 
 def test_extras_exist_and_agree_with_the_pins(metadata, requirements):
-    extras = {"kda", "moonep", "muon", "qat", "data", "vision", "offload", "transfer", "gpu", "test"}
+    extras = {"kda", "moonep", "muon", "qat", "data", "vision", "offload", "transfer", "gpu", "docs", "test"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     pins = {requirement.name: str(requirement.specifier) for requirement in requirements}
     for line in metadata.get_all("Requires-Dist"):
