@@ -75,7 +75,8 @@ class ChunkGradients:
     def __init__(self, ddp: Any, group: int | None):
         self.ddp = ddp
         self.group = group
-        self.pool: SlotPool | None = None
+        self.pool: SlotPool
+        """Set by `attach`."""
         self.count = 0
         """Micro-batches whose backward is over in this step."""
         self.reductions = 0
@@ -84,7 +85,8 @@ class ChunkGradients:
         self._in_backward = False
         self._fresh = True
         self._scale: torch.Tensor | float | None = None
-        self._outside: list[torch.nn.Parameter] = []
+        self._outside: list[Any] = []
+        """Parameters whose `main_grad`, Megatron's attribute, is a whole gradient between `finish` and `settle`."""
         self._bucket_groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         self.shards, self.nbytes, self.staging_nbytes, self.host = self._lay_out()
         self._shard_of = {param: shard for shard in self.shards for param in shard.bucket.params_list}
@@ -186,6 +188,7 @@ class ChunkGradients:
     def reduce(self) -> None:
         """Reduce-scatter what has been accumulated, by Megatron's own code, and send this rank's part to the host."""
         slot, self._slot = self._slot, None
+        assert slot is not None, "the chunk has accumulated nothing since the last reduction"
         views = slot.bound[self]
         self._unbind()
         slot.stream.wait_stream(torch.cuda.current_stream())
@@ -219,6 +222,7 @@ class ChunkGradients:
         """
         if self._slot is None:
             self._bind(self.pool.take(self))
+        param: Any
         for param, gradient in gradients.items():
             param.main_grad.add_(gradient)
 
@@ -255,6 +259,7 @@ class ChunkGradients:
             self.host.zero_()
             self._fresh = False
         self._outside = parameters_finalize_reads(self.ddp, self._shard_of)
+        param: Any
         for param in self._outside:
             # Only this rank's elements count: its peers in the other group hold the same part of their copies, as
             # with Megatron's own buffers after a reduce-scatter.
@@ -287,7 +292,7 @@ class ChunkGradients:
             self._outside = []
 
 
-def _unwritable(param: torch.nn.Parameter) -> torch.Tensor:
+def _unwritable(param: Any) -> torch.Tensor:
     """A tensor that no gradient of the parameter can be added to: its shape differs.
 
     A single element would broadcast to every shape. For it, two elements share one place, which torch refuses to write.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn, overload
 
 import torch
 from megatron.core.optimizer import distrib_optimizer
@@ -74,8 +74,14 @@ class HostAdamW(torch.optim.AdamW):
             group.update({name: value for name, value in self.defaults.items() if name not in hyper})
         self._deepspeed = _DeepSpeedAdam(hyper) if kernel == "deepspeed" else None
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> NoReturn: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update from `.grad`."""
         if closure is not None:
             raise RuntimeError("HostAdamW takes no closure")

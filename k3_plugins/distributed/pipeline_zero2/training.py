@@ -24,7 +24,7 @@ def attach_to_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
         from k3_plugins.distributed.pipeline_zero2.attach import CURRENT, attach
 
         optimizer = original(config, model_chunks, *arguments, **keywords)
-        CURRENT[:] = [attach(model_chunks, optimizer, activation.current().config("pipeline-zero2"))]
+        CURRENT[:] = [attach(model_chunks, optimizer, activation.active().config("pipeline-zero2"))]
         return optimizer
 
     return get_megatron_optimizer
