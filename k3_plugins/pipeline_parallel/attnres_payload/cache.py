@@ -21,6 +21,7 @@ class _Entry:
     def deposit(self, leaf: Tensor) -> None:
         """Post-accumulate hook of a reader's leaf: take its gradient."""
         gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None, "the hook runs once it has been accumulated"
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from k3_plugins.pipeline_parallel.attnres_payload import session as payload
 
+if TYPE_CHECKING:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator as _Communicator
+else:
+    _Communicator = object
 
-class PayloadCommunicator:
+
+class PayloadCommunicator(_Communicator):
     """Mixin over a P2PCommunicator class; see `attach`."""
 
-    _row_shape: tuple[int, ...] | None = None
+    _row_shape: tuple[int, ...]
 
     def _communicate(self, *, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, **kwargs: Any) -> Any:
         session = payload.current()
@@ -48,7 +53,7 @@ def _with_mixin(communicator_class: type) -> type:
 def attach(communicator: Any) -> Any:
     """A communicator of any P2PCommunicator class that receives residual payloads; the given one is not changed."""
     attached = copy.copy(communicator)
-    attached.__class__ = _with_mixin(type(communicator))
+    attached.__class__ = _with_mixin(communicator.__class__)
     attached.config = copy.copy(communicator.config)
     attached.config.variable_seq_lengths = True
     return attached

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from k3_plugins.pipeline_parallel.attnres_payload import session as payload
 from k3_plugins.pipeline_parallel.attnres_payload.communicator import attach
-from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan
+from k3_plugins.pipeline_parallel.attnres_payload.plan import CacheMode, PipelinePlan
 from k3_plugins.pipeline_parallel.attnres_payload.session import PayloadSession, Traffic
 
 
@@ -37,7 +37,7 @@ class Signature:
     """What every rank must agree on, and this rank's stages."""
 
     block_size: int
-    cache: str
+    cache: CacheMode
     num_layers: int
     width: int
     dtype: str
@@ -56,10 +56,12 @@ def agree(signature: Signature | None, group: Any) -> PipelinePlan | None:
     Raises:
         ValueError: on every rank, if they differ or the stages are no contiguous stack of layers.
     """
-    everybody: list[Signature | None] = [None] * group.size()
-    torch.distributed.all_gather_object(everybody, signature, group=group)
-    if all(other is None for other in everybody):
+    answers: list[Signature | None] = [None] * group.size()
+    torch.distributed.all_gather_object(answers, signature, group=group)
+    everybody = [other for other in answers if other is not None]
+    if not everybody:
         return None
+    _require_everybody(answers)
     _require_equal(everybody)
     virtual = len(everybody[0].stages)
     in_order = [everybody[rank].stages[stage] for stage in range(virtual) for rank in range(len(everybody))]
@@ -85,14 +87,18 @@ def agree(signature: Signature | None, group: Any) -> PipelinePlan | None:
     )
 
 
-def _require_equal(everybody: Sequence[Signature | None]) -> None:
-    """Raises ValueError naming the ranks and the field in which pipeline ranks differ."""
-    missing = [rank for rank, other in enumerate(everybody) if other is None]
+def _require_everybody(answers: Sequence[Signature | None]) -> None:
+    """Raises ValueError naming the pipeline ranks without Attention Residuals."""
+    missing = [rank for rank, other in enumerate(answers) if other is None]
     if missing:
         raise ValueError(
             f"attention residuals are on in some pipeline stages but not on pipeline ranks {missing}; start every rank"
             " with the same --k3-plugins"
         )
+
+
+def _require_equal(everybody: Sequence[Signature]) -> None:
+    """Raises ValueError naming the field in which pipeline ranks differ, and its values in their order."""
     flags = {
         "block_size": "--attn-res-block-size",
         "cache": "--attn-res-pp-cache",

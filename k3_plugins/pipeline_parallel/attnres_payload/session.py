@@ -43,7 +43,8 @@ class PayloadSession:
         self.plan, self.rank, self.width = plan, rank, width
         self.cache = BlockCache()
         self.traffic = Traffic()
-        self.row_shape: torch.Size | None = None
+        self.row_shape: torch.Size
+        """[s, b, d], known from the first message on."""
         self.check = HeaderCheck()
         size, last = plan.pipeline_size, plan.num_chunks - 1
         virtual = plan.num_chunks // size

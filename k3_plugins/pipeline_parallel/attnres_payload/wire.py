@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,12 +161,12 @@ def _add(gradient: Tensor | None, deposit: Tensor | None) -> Tensor | None:
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, envelope: Envelope, *rows: Tensor) -> Tensor:
+    def forward(ctx: Any, envelope: Envelope, *rows: Tensor) -> Tensor:
         ctx.envelope, ctx.row_shape = envelope, rows[0].shape
         return _write(rows, rows[0].shape, envelope.output, rows[0])
 
     @staticmethod
-    def backward(ctx, message: Tensor):
+    def backward(ctx: Any, message: Tensor) -> tuple[Tensor | None, ...]:
         envelope: Envelope = ctx.envelope
         envelope.check(message, envelope.gradient)
         gradients = _read(message, envelope.hop.rows, ctx.row_shape)
@@ -175,14 +176,14 @@ class _Pack(torch.autograd.Function):
 
 class _Unpack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, envelope: Envelope, row_shape: torch.Size, message: Tensor):
+    def forward(ctx: Any, envelope: Envelope, row_shape: torch.Size, message: Tensor) -> tuple[Tensor, ...]:
         ctx.envelope, ctx.row_shape = envelope, row_shape
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(message)
         return tuple(_read(message, envelope.hop.rows, row_shape))
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor | None):
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Tensor]:
         envelope: Envelope = ctx.envelope
         (like,) = ctx.saved_tensors
         ids = envelope.hop.row_ids

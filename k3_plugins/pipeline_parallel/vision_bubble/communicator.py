@@ -9,10 +9,15 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator as _Communicator
+else:
+    _Communicator = object
 
 
-class BubbleCommunicator:
+class BubbleCommunicator(_Communicator):
     """Mixin over a P2PCommunicator class; see :func:`attach`."""
 
     _work: Callable[[], None]
@@ -35,7 +40,7 @@ def _with_mixin(communicator_class: type) -> type:
 def attach(communicator: Any, work: Callable[[], None]) -> Any:
     """A communicator of any P2PCommunicator class that calls ``work``; the given one is not changed."""
     attached = copy.copy(communicator)
-    attached.__class__ = _with_mixin(type(communicator))
+    attached.__class__ = _with_mixin(communicator.__class__)
     attached.config = copy.copy(communicator.config)
     attached.config.batch_p2p_comm = False
     attached._work = work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -46,32 +47,29 @@ class VisionBubble:
 
     def patches(self) -> Sequence[Patch]:
         """The schedules, the end of a text backward, and a report."""
-        wrap = {"kind": PatchKind.WRAP, "feature": self.name}
+        wrap = functools.partial(Patch, kind=PatchKind.WRAP, feature=self.name)
         return (
-            Patch(
+            wrap(
                 id="vision-bubble.schedule",
                 target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
                 implementation=_wrap_schedule,
                 reason="pretrain takes a communicator only before the process groups exist that one is made of, and has"
                 " no call before and after a step.",
                 remove_when="pretrain takes a factory of communicators and a callback around the schedule",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="vision-bubble.backward",
                 target="megatron.core.pipeline_parallel.schedules:backward_step",
                 implementation=_wrap_backward,
                 reason="The schedules take a forward step from the caller, but call their own backward step.",
                 remove_when="the schedules take a backward step or call a hook around theirs",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="vision-bubble.metrics",
                 target="megatron.training.training:training_log",
                 implementation=logs(_scalars, on_every_rank=True, slow=True),
                 reason="The training loop has no callback for user metrics.",
                 remove_when="Megatron offers a registry of metrics or a logging callback",
-                **wrap,
             ),
         )
 
@@ -98,7 +96,7 @@ class VisionBubble:
         from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
         session = RUNTIME.last
-        if session is None:
+        if session is None or session.plan is None:
             return Witness("no schedule ran through the scheduler", ok=False)
         share = RUNTIME.hidden()[session.rank]
         tasks = session.executed()

@@ -22,14 +22,13 @@ AHEAD = 1
 def groups_beside(group: ProcessGroup, timeout: timedelta) -> tuple[ProcessGroup, ProcessGroup]:
     """Two more process groups over the ranks of ``group``. Collective over all ranks of the job."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    everybody: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
+    everybody = [ranks] * dist.get_world_size()
     dist.all_gather_object(everybody, ranks)
-    mine = None
-    for members in sorted(set(everybody)):
-        made = tuple(dist.new_group(list(members), timeout=timeout) for _ in range(2))
-        if members == ranks:
-            mine = made
-    return mine
+    made = {
+        members: (dist.new_group(list(members), timeout=timeout), dist.new_group(list(members), timeout=timeout))
+        for members in sorted(set(everybody))
+    }
+    return made[ranks]
 
 
 class Sender:
@@ -48,6 +47,7 @@ class Sender:
         """Start sending a tensor that nobody changes."""
         tensor = tensor.contiguous()
         handle = dist.isend(tensor, group=self._group, group_dst=self._peer, tag=microbatch)
+        assert handle is not None, "None is for ranks outside the group"
         self._handles.append((handle, tensor))
 
     def finish(self) -> None:
@@ -80,6 +80,7 @@ class Receiver:
         for microbatch, shape in self._messages[self._next : count]:
             tensor = self._like.new_empty(shape)
             handle = dist.irecv(tensor, group=self._group, group_src=self._peer, tag=microbatch)
+            assert handle is not None, "None is for ranks outside the group"
             self._posted[microbatch] = handle, tensor
             self._next += 1
 

@@ -20,7 +20,7 @@ import numpy as np
 try:
     import numba
 except ImportError:
-    numba = None
+    numba = None  # type: ignore[assignment]  # a module that may be missing has no type
     logging.getLogger(__name__).warning(
         "numba is not installed: planning encoder work runs about 10 times slower (pip install numba)."
     )

@@ -32,14 +32,13 @@ def plan(problem: BubbleProblem) -> Plan:
     Raises:
         PlanError: if Megatron's sends and receives cannot run the plan (a cycle in its event graph).
     """
-    best: _Placement | None = None
-    for descending, latest in ((True, True), (False, True), (False, False)):
-        placement = _Placement(problem, descending, latest)
-        placement.place_all()
-        if best is None or placement.makespan < best.makespan:
-            best = placement
+    best = _placed(problem, descending=True, latest=True)
+    for latest in (True, False):
         if best.makespan <= best.goal * GOOD_ENOUGH:
             break
+        placement = _placed(problem, descending=False, latest=latest)
+        if placement.makespan < best.makespan:
+            best = placement
     best.repair()
     while True:
         result = best.plan()
@@ -67,6 +66,12 @@ def bounds(problem: BubbleProblem, owner: list[int]) -> Bounds:
     # Encoder work can be moved to ranks with less text work, but not off the rank with the most.
     level = max(problem.text_work.max(), (problem.text_work.sum() + forward.sum() + backward.sum()) / p)
     return Bounds(text, float(rule), float(max(Board(problem).makespan, level)))
+
+
+def _placed(problem: BubbleProblem, descending: bool, latest: bool) -> _Placement:
+    placement = _Placement(problem, descending, latest)
+    placement.place_all()
+    return placement
 
 
 class _Placement:

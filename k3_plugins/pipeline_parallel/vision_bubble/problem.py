@@ -9,11 +9,11 @@ Times may be in any unit, as long as it is the same one everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 Communication = Literal["overlap", "blocking"]
 
@@ -26,6 +26,8 @@ class PlanError(ValueError):
 class BubbleProblem:
     """One training step: the text pipeline and the encoder work of each micro-batch.
 
+    The constructor is written out because it also takes one number for all of an array.
+
     Raises:
         PlanError: for sizes and times that no schedule has.
     """
@@ -36,41 +38,59 @@ class BubbleProblem:
     """v; 1 is plain 1F1B, more is interleaved 1F1B with groups of p micro-batches, Megatron's default."""
     microbatches: int
     """m; with v > 1 a multiple of p, as Megatron requires."""
-    forward: float | Sequence[Sequence[float]] = 1.0
-    """Time of one chunk's forward: one number, or ``[p][v]`` by rank and chunk."""
-    backward: float | Sequence[Sequence[float]] = 2.0
+    forward: np.ndarray
+    """Time of one chunk's forward, ``[p, v]`` by rank and chunk; given as that or as one number."""
+    backward: np.ndarray
     """Time of one chunk's backward, likewise."""
-    encoder_forward: float | Sequence[float] = 1.0
-    """Encoder forward of one micro-batch: one number, or ``[m]``; 0 is a micro-batch without images."""
-    encoder_backward: float | Sequence[float] = 2.0
+    encoder_forward: np.ndarray
+    """Encoder forward of one micro-batch, ``[m]``, or given as one number; 0 is a micro-batch without images."""
+    encoder_backward: np.ndarray
     """Encoder backward, likewise; 0 throughout is a frozen encoder."""
-    pieces: int = 9
+    pieces: int
     """Into how many equal parts an encoder backward is split (parts of whole layers: 27 layers allow 1, 3, 9, 27)."""
-    communication: Communication = "overlap"
+    communication: Communication
     """Megatron's ``overlap_p2p_comm`` or not, with v > 1: without it nothing can run between the forward and the
     backward of a steady-state pair, because Megatron communicates only after both."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("pipeline_size", 2), ("chunks", 1), ("microbatches", 1), ("pieces", 1)):
-            value = getattr(self, name)
+    def __init__(
+        self,
+        pipeline_size: int,
+        chunks: int,
+        microbatches: int,
+        forward: ArrayLike = 1.0,
+        backward: ArrayLike = 2.0,
+        encoder_forward: ArrayLike = 1.0,
+        encoder_backward: ArrayLike = 2.0,
+        pieces: int = 9,
+        communication: Communication = "overlap",
+    ) -> None:
+        for name, value, least in (
+            ("pipeline_size", pipeline_size, 2),
+            ("chunks", chunks, 1),
+            ("microbatches", microbatches, 1),
+            ("pieces", pieces, 1),
+        ):
             if not isinstance(value, int | np.integer) or value < least:
                 raise PlanError(f"{name} is {value!r}; it must be a whole number of at least {least}")
-        if self.communication not in ("overlap", "blocking"):
-            raise PlanError(f"communication is {self.communication!r}; it must be 'overlap' or 'blocking'")
-        if self.chunks > 1 and self.microbatches % self.pipeline_size:
+            object.__setattr__(self, name, value)
+        if communication not in ("overlap", "blocking"):
+            raise PlanError(f"communication is {communication!r}; it must be 'overlap' or 'blocking'")
+        object.__setattr__(self, "communication", communication)
+        if chunks > 1 and microbatches % pipeline_size:
             raise PlanError(
-                f"microbatches is {self.microbatches} and pipeline_size {self.pipeline_size}: interleaved 1F1B needs a"
+                f"microbatches is {microbatches} and pipeline_size {pipeline_size}: interleaved 1F1B needs a"
                 " multiple of the pipeline size; change --global-batch-size"
             )
-        layout, per_microbatch = (self.pipeline_size, self.chunks), (self.microbatches,)
-        for name, shape, allow_zero in (
-            ("forward", layout, False),
-            ("backward", layout, False),
-            ("encoder_forward", per_microbatch, True),
-            ("encoder_backward", per_microbatch, True),
-        ):
-            object.__setattr__(self, name, _times(name, getattr(self, name), shape, allow_zero))
-        missing = [i for i in range(self.microbatches) if self.encoder_backward[i] and not self.encoder_forward[i]]
+        layout, per_microbatch = (pipeline_size, chunks), (microbatches,)
+        times: tuple[tuple[str, ArrayLike, tuple[int, ...], bool], ...] = (
+            ("forward", forward, layout, False),
+            ("backward", backward, layout, False),
+            ("encoder_forward", encoder_forward, per_microbatch, True),
+            ("encoder_backward", encoder_backward, per_microbatch, True),
+        )
+        for name, given, shape, allow_zero in times:
+            object.__setattr__(self, name, _times(name, given, shape, allow_zero))
+        missing = [i for i in range(microbatches) if self.encoder_backward[i] and not self.encoder_forward[i]]
         if missing:
             raise PlanError(
                 f"encoder_backward of micro-batch {missing[0]} is {self.encoder_backward[missing[0]]:g} and its"
@@ -83,7 +103,7 @@ class BubbleProblem:
         return self.microbatches * (self.forward.sum(1) + self.backward.sum(1))
 
 
-def _times(name: str, value: object, shape: tuple[int, ...], allow_zero: bool) -> np.ndarray:
+def _times(name: str, value: ArrayLike, shape: tuple[int, ...], allow_zero: bool) -> np.ndarray:
     try:
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:

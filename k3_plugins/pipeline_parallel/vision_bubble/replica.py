@@ -11,6 +11,7 @@ computes with a copy beside the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,6 +103,7 @@ class Replica:
             return
         dist.reduce(self._gradients, group=self.group, group_dst=0)
         if self.source_parameters is not None:
+            assert self._add_gradients is not None, "stage 0 computes with a copy"
             sums = [parameter.main_grad for parameter in self.parameters]
             self._add_gradients(dict(zip(self.source_parameters, sums, strict=True)))
         self._gradients.zero_()
@@ -109,7 +111,7 @@ class Replica:
             parameter.grad_added_to_main_grad = False
 
 
-def _accumulate(parameter: nn.Parameter) -> None:
+def _accumulate(parameter: Any) -> None:
     """As Megatron's DistributedDataParallel does; a fused kernel may have written the gradient already."""
     if not parameter.grad_added_to_main_grad:
         parameter.main_grad.add_(parameter.grad)

@@ -31,7 +31,7 @@ from k3_plugins.pipeline_parallel.vision_bubble.clock import Clock
 from k3_plugins.pipeline_parallel.vision_bubble.communicator import attach
 from k3_plugins.pipeline_parallel.vision_bubble.config import VisionBubbleConfig
 from k3_plugins.pipeline_parallel.vision_bubble.plan import Plan, Task
-from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem, PlanError
+from k3_plugins.pipeline_parallel.vision_bubble.problem import BubbleProblem, Communication, PlanError
 from k3_plugins.pipeline_parallel.vision_bubble.replica import Replica
 from k3_plugins.pipeline_parallel.vision_bubble.session import Session, evaluation_owners
 from k3_plugins.vision.dynamic_cp.cost import sample_of
@@ -57,7 +57,7 @@ class BubbleRuntime:
         """Of the schedule that is running."""
         self.last: Session | None = None
         """Of the last training step."""
-        self._replica: Replica | None = None
+        self._prepared = False
         self._times: times.Times | None = None
         self._measured = 0
         """Steps with images so far, up to the last one that is measured."""
@@ -146,19 +146,25 @@ class BubbleRuntime:
 
     def _prepare(self, group: ProcessGroup) -> None:
         """Once: groups of the scheduler's own, and the replicas. Collective over all ranks of the job."""
-        if self._replica is not None:
+        if self._prepared:
             return
         from k3_plugins.pipeline_parallel.vision_bubble.lanes import groups_beside
 
-        active = activation.current()
+        active = activation.active()
         self._config: VisionBubbleConfig = active.config("vision-bubble")
         self._on_cuda = active.platform == "cuda"
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._on_cuda else torch.device("cpu")
         self._groups = groups_beside(group, timedelta(minutes=get_args().distributed_timeout_minutes))
         trained = not active.config("moonvit").moonvit_frozen
         self._replica = Replica(
-            self.encoder, self.source, self._groups[0], self._device, trained, self._late_gradients()
+            self._encoder(), self.source, self._groups[0], self._device, trained, self._late_gradients()
         )
+        self._prepared = True
+
+    def _encoder(self) -> MoonViT:
+        if self.encoder is None:
+            raise RuntimeError("vision-bubble: the model was built without the encoder of the feature moonvit")
+        return self.encoder
 
     def _late_gradients(self) -> Callable[..., None] | None:
         """What takes gradients of the model's own parameters behind the last backward, if they do not themselves."""
@@ -169,12 +175,12 @@ class BubbleRuntime:
         return CURRENT[0].add
 
     def _pieces(self) -> int:
-        return min(self._config.vision_bubble_pieces, len(self.encoder.blocks))
+        return min(self._config.vision_bubble_pieces, len(self._encoder().blocks))
 
     def _costs(self, batch: StepBatch) -> list[float]:
         """Of every micro-batch's images. With expert parallelism, whose exchanges tie data-parallel replicas together
         inside text tasks, all replicas must follow one plan, which takes the mean of their costs."""
-        encoder = self.encoder
+        encoder = self._encoder()
         width = encoder.projector.linear_fc2.output_size
         costs = [sum(sample_of(clip, encoder.vit, width).cost for clip in clips) for clips in batch.clips]
         return self._over_replicas(costs).tolist()
@@ -193,7 +199,7 @@ class BubbleRuntime:
             known = times.given(given, costs, p, v)
         else:
             known = self._times or times.given(UNMEASURED, costs, p, v)
-        communication = "overlap" if config.overlap_p2p_comm else "blocking"
+        communication: Communication = "overlap" if config.overlap_p2p_comm else "blocking"
         try:
             plan = self.planner(known.problem(costs, self._pieces(), self._replica.trained, communication))
             if not self._checked:
@@ -233,8 +239,9 @@ class BubbleRuntime:
         if not measures or not any(costs):
             return
         self._measured += 1
-        ranks: list[times.Measured | None] = [None] * self._groups[0].size()
-        dist.all_gather_object(ranks, times.measure(session.executed(), costs, v), group=self._groups[0])
+        mine = times.measure(session.executed(), costs, v)
+        ranks = [mine] * self._groups[0].size()
+        dist.all_gather_object(ranks, mine, group=self._groups[0])
         combined = times.combine(ranks, self._times or times.given(UNMEASURED, costs, len(ranks), v))
         # Ranks that hold the same stage plan for themselves; they must plan with the same numbers.
         flat = np.array([*combined.forward.flat, *combined.backward.flat, combined.encoder_forward,
@@ -250,13 +257,21 @@ class BubbleRuntime:
 
     def gather(self) -> list[list[Task]]:
         """The last training step's executed tasks of all ranks. Collective over the pipeline."""
-        ranks: list[list[Task] | None] = [None] * self._groups[0].size()
-        dist.all_gather_object(ranks, self.last.executed(), group=self._groups[0])
+        session, _ = self._last()
+        mine = session.executed()
+        ranks = [mine] * self._groups[0].size()
+        dist.all_gather_object(ranks, mine, group=self._groups[0])
         return ranks
 
     def hidden(self) -> list[float]:
         """See ``executed.hidden``. Collective over the pipeline."""
-        return executed.hidden(self.last.plan, self.gather())
+        _, plan = self._last()
+        return executed.hidden(plan, self.gather())
+
+    def _last(self) -> tuple[Session, Plan]:
+        if self.last is None or self.last.plan is None:
+            raise RuntimeError("vision-bubble: no training step has run yet")
+        return self.last, self.last.plan
 
 
 RUNTIME = BubbleRuntime()

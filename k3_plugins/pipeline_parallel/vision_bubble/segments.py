@@ -47,12 +47,11 @@ class Encoding:
             return leaf
 
         self.images = encode(between)
-        self._left: Tensor | None = self.images
 
     def backward(self, piece: int, gradient: Tensor | None) -> None:
         """Run one piece; they must come in order, the first with the gradient of ``images``."""
+        output = self.images
         if piece:
-            self._left, leaf = self._cuts.pop()
+            output, leaf = self._cuts.pop()
             gradient = leaf.grad
-        torch.autograd.backward(self._left, gradient)
-        self._left = None
+        torch.autograd.backward(output, gradient)

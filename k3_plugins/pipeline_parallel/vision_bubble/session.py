@@ -228,6 +228,7 @@ class Session:
         if images is None:
             return
         gradient = images.grad
+        assert gradient is not None, "the images are a leaf of the text whose backward has just run"
         if self.owner[i] == self.rank:
             self._gradients[i] = gradient
         else:

@@ -45,7 +45,7 @@ def violations(plan: Plan) -> list[str]:
     for i in range(m):
         has_forward, has_backward = problem.encoder_forward[i] > 0, problem.encoder_backward[i] > 0
         for stage in range(p * v):
-            previous = (TaskKind.TEXT_FORWARD, i, stage - 1)
+            previous: tuple[TaskKind, int, int] | None = (TaskKind.TEXT_FORWARD, i, stage - 1)
             if stage == 0:
                 previous = (TaskKind.ENCODER_FORWARD, i, 0) if has_forward else None
             needed[TaskKind.TEXT_FORWARD, i, stage] = previous

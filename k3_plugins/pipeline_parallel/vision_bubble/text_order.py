@@ -17,7 +17,7 @@ class TextOp(NamedTuple):
     is_forward: bool
     chunk: int
     microbatch: int
-    index: int
+    index: int  # type: ignore[assignment]  # instead of tuple.index, which nobody calls
     """The how manieth forward, or backward, of the rank this is (Megatron's virtual micro-batch id)."""
 
 

@@ -66,7 +66,8 @@ class Measured:
 
 def measure(tasks: Sequence[Task], costs: Sequence[float], v: int) -> Measured:
     """The means over one rank's executed tasks."""
-    seconds = {(kind, chunk): [] for kind in (TaskKind.TEXT_FORWARD, TaskKind.TEXT_BACKWARD) for chunk in range(v)}
+    text = TaskKind.TEXT_FORWARD, TaskKind.TEXT_BACKWARD
+    seconds: dict[tuple[TaskKind, int], list[float]] = {(kind, chunk): [] for kind in text for chunk in range(v)}
     encoder = dict.fromkeys((TaskKind.ENCODER_FORWARD, TaskKind.ENCODER_BACKWARD), 0.0)
     cost = dict.fromkeys(encoder, 0.0)
     for task in tasks:
