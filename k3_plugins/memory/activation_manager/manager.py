@@ -74,7 +74,7 @@ class ActivationManager:
         self.passes = 0
         """Forward passes recorded so far."""
         self._parameters: frozenset[int] = frozenset()
-        self._hosts: dict[str, Carrier] = {}
+        self._hosts: dict[str, Carrier[Any]] = {}
         self._hooks: Any = None
         self._listener: Any = None
 
@@ -89,6 +89,7 @@ class ActivationManager:
     def end(self) -> None:
         """It is over, or has failed."""
         recording, self.recording = self.recording, None
+        assert recording is not None, "begin comes first"
         annotation.set_listener(self._listener)
         self._hooks.__exit__(None, None, None)
         recording.finish()
@@ -128,7 +129,7 @@ class ActivationManager:
 
     def store(self, source: Tensor, policy: Policy, origin: torch.UntypedStorage, name: str) -> Stored:
         """Put values where the policy says."""
-        carrier: Carrier | None = None
+        carrier: Carrier[Any] | None = None
         if policy.place == "remote" and self.remote is not None:
             carrier = self.remote
         elif policy.place != "device":
@@ -143,7 +144,7 @@ class ActivationManager:
             name=name,
         )
 
-    def _host_carrier(self, device: torch.device) -> Carrier:
+    def _host_carrier(self, device: torch.device) -> Carrier[Any]:
         if device.type not in self._hosts:
             on_gpu = device.type == "cuda"
             self._hosts[device.type] = (

@@ -67,12 +67,12 @@ def write_record(folder: str, manager: ActivationManager, args: Any, iteration: 
 
 
 def _remote(manager: ActivationManager) -> dict[str, Any] | None:
-    carrier = manager.remote
-    if carrier is None:
+    carrier, plan = manager.remote, manager.plan
+    if carrier is None or plan is None:
         return None
     return {
         "level": manager.level,
-        "plan": {"unlevelled": manager.plan.unlevelled, "levelled": manager.plan.levelled},
+        "plan": {"unlevelled": plan.unlevelled, "levelled": plan.levelled},
         "sent_bytes": carrier.sent_bytes,
         "fetched_bytes": carrier.fetched_bytes,
         "blocked_seconds": carrier.blocked.seconds,

@@ -96,12 +96,12 @@ class _Place:
         """The elements, one-dimensional."""
         saved = self.decision.saved
         if self.length is not None:
-            return flat_span(saved.tensor, self.start, self.length)
+            return flat_span(saved.original, self.start, self.length)
         view = saved.view
         packed = torch.empty_strided(
-            view.size, packed_stride(view.size, view.stride), dtype=view.dtype, device=saved.tensor.device
+            view.size, packed_stride(view.size, view.stride), dtype=view.dtype, device=saved.original.device
         )
-        return flat_span(packed.copy_(saved.tensor), 0, view.count)
+        return flat_span(packed.copy_(saved.original), 0, view.count)
 
     @property
     def aligned_bytes(self) -> int:
@@ -124,6 +124,7 @@ class Recording:
     rows: list[Row] = field(default_factory=list)
     _tags: dict[tuple[int, int, int], _Tag] = field(default_factory=dict)
     _forms: dict[tuple[Any, ...], weakref.ref[Stored]] = field(default_factory=dict)
+    _rebuilt: dict[tuple[Any, ...], weakref.ref[Rebuilt]] = field(default_factory=dict)
     _policies: dict[Span, Policy] = field(default_factory=dict)
     _kept: dict[int, StorageWeakRef] = field(default_factory=dict)
 
@@ -180,13 +181,13 @@ class Recording:
 
     def _settled(self, saved: Saved) -> bool:
         """Whether there is something to decide: not for memory that another mechanism manages, or a damaged tensor."""
-        if saved.tensor._version != saved.version:
+        if saved.original._version != saved.version:
             try:
-                check_version(saved.tensor, saved.version, f"a tensor saved in {saved.scope} ({saved.group.label})")
+                check_version(saved.original, saved.version, f"a tensor saved in {saved.scope} ({saved.group.label})")
             except ActivationError as error:
                 saved.error = str(error)
             return False
-        if not saved.tensor.untyped_storage().nbytes():
+        if not saved.original.untyped_storage().nbytes():
             saved.release()
             return False
         return True
@@ -195,7 +196,7 @@ class Recording:
         storage, start, extent, _ = saved.span
         tag = self._tags.get((storage, start, extent))
         said = tag.annotation if tag is not None else Annotation()
-        scope = tag.scope if said.name is not None else saved.scope
+        scope = tag.scope if tag is not None and said.name is not None else saved.scope
         name = ".".join(filter(None, (scope, said.name or "saved")))
         group, options = saved.group, self.manager
         policy = options.rules.tensor(name, group.number, said.policy, said.recompute is not None)
@@ -232,7 +233,7 @@ class Recording:
 
     def _place(self, decision: _Decision, shares: dict[int, int]) -> _Place:
         """Which part of its storage serves a tensor."""
-        view, storage = decision.saved.view, decision.saved.tensor.untyped_storage()
+        view, storage = decision.saved.view, decision.saved.original.untyped_storage()
         itemsize = view.dtype.itemsize
         if not view.has_gaps:
             start, length = view.offset, view.extent
@@ -240,7 +241,7 @@ class Recording:
             start, length = 0, storage.nbytes() // itemsize
         else:
             start, length = view.offset, None
-        key = (storage._cdata, start, length, view.dtype, decision.saved.version)
+        key: tuple[Any, ...] = (storage._cdata, start, length, view.dtype, decision.saved.version)
         if length is None:
             key += (view.size, view.stride)
         nbytes = (view.count if length is None else length) * itemsize
@@ -248,7 +249,7 @@ class Recording:
 
     def _store(self, place: _Place) -> None:
         saved, policy = place.decision.saved, place.policy
-        storage = saved.tensor.untyped_storage()
+        storage = saved.original.untyped_storage()
         if policy is Policy.KEEP:
             if storage._cdata not in self._kept:
                 self._kept[storage._cdata] = StorageWeakRef(storage)
@@ -290,30 +291,35 @@ class Recording:
     def _drop(self, decision: _Decision, to_store: list[_Decision]) -> None:
         """Let go of a tensor that can be computed again; what it is computed from joins those to store."""
         saved, tag = decision.saved, decision.tag
+        assert tag is not None and tag.annotation.recompute is not None, "recompute is the policy of such tensors only"
         if tag.version != saved.version:
             raise ActivationError(
                 f"{decision.name} ({saved.group.label}) was changed in place after annotate() said how to compute it"
                 " again; annotate it after the change"
             )
-        key = (*saved.span, saved.version, "recompute")
-        reference = self._forms.get(key)
+        key = (*saved.span, saved.version)
+        reference = self._rebuilt.get(key)
         form = reference() if reference is not None else None
         if form is None:
             function, *arguments = tag.annotation.recompute
-            stored = [self._argument(argument, decision, to_store) for argument in arguments]
-            form = Rebuilt(function, stored, restore, tag.view, f"{decision.name} ({saved.group.label})")
-            form.origin = StorageWeakRef(saved.tensor.untyped_storage())
-            self._forms[key] = weakref.ref(form)
+            stored = [self._argument(argument, tag.scope, saved.group, to_store) for argument in arguments]
+            form = Rebuilt(
+                function,
+                stored,
+                restore,
+                tag.view,
+                origin=saved.original.untyped_storage(),
+                name=f"{decision.name} ({saved.group.label})",
+            )
+            self._rebuilt[key] = weakref.ref(form)
             self._row(decision, Policy.RECOMPUTE, saved.view.count * saved.view.dtype.itemsize, 0)
         saved.become(form, tag.view.offset)
 
-    def _argument(self, argument: Any, decision: _Decision, to_store: list[_Decision]) -> Any:
+    def _argument(self, argument: Any, scope: str, group: Group, to_store: list[_Decision]) -> Any:
         """What a recipe keeps of an argument; a tensor has the policy under which its elements were saved, if any."""
         if not isinstance(argument, Tensor):
             return argument
-        packed = saved_or_parameter(
-            argument, decision.tag.scope, decision.saved.group, self.manager.ledger, self.parameters
-        )
+        packed = saved_or_parameter(argument, scope, group, self.manager.ledger, self.parameters)
         if isinstance(packed, Saved):
             inner = self._decide(packed)
             inner.policy = self._policies.get(packed.span, inner.policy)
@@ -331,6 +337,7 @@ class Recording:
         self.close_group()
         self._tags.clear()
         self._forms.clear()
+        self._rebuilt.clear()
         self._policies.clear()
         self._kept.clear()
 
@@ -341,6 +348,6 @@ def _shares(decisions: Iterable[_Decision]) -> dict[int, int]:
     for decision in decisions:
         if decision.policy is not Policy.KEEP:
             view = decision.saved.view
-            storage = decision.saved.tensor.untyped_storage()._cdata
+            storage = decision.saved.original.untyped_storage()._cdata
             views[storage][view] = view.count * view.dtype.itemsize
     return defaultdict(int, {storage: sum(sizes.values()) for storage, sizes in views.items()})

@@ -18,7 +18,7 @@ class Group:
     """What was saved between the beginnings of two layers."""
 
     def __init__(self, label: str, number: int | None, previous: Group | None) -> None:
-        self.index = 0 if previous is None else previous.index + 1
+        self.index: int = 0 if previous is None else previous.index + 1
         self.label = label
         self.number = number
         self.previous = previous
@@ -61,9 +61,15 @@ class Saved:
         self.held: int | None = ledger.hold(tensor.untyped_storage())
 
     @property
+    def original(self) -> Tensor:
+        """The tensor, until `become` lets go of it."""
+        assert self.tensor is not None
+        return self.tensor
+
+    @property
     def span(self) -> Span:
         """The elements it covers."""
-        return (self.tensor.untyped_storage()._cdata, self.view.offset, self.view.extent, self.view.dtype)
+        return (self.original.untyped_storage()._cdata, self.view.offset, self.view.extent, self.view.dtype)
 
     def become(self, form: Stored | Rebuilt, start: int) -> None:
         """Let go of the tensor."""
@@ -123,13 +129,14 @@ def restore(saved: Saved | Parameter | Any) -> Any:
         raise ActivationError(saved.error)
     name = saved.scope or "the model's forward"
     if saved.form is None:
-        check_version(saved.tensor, saved.version, f"a tensor saved in {name} ({saved.group.label})")
-        if saved.view.count and not saved.tensor.untyped_storage().nbytes():
+        tensor = saved.original
+        check_version(tensor, saved.version, f"a tensor saved in {name} ({saved.group.label})")
+        if saved.view.count and not tensor.untyped_storage().nbytes():
             raise ActivationError(
                 f"the memory of a tensor saved in {name} ({saved.group.label}) was freed after the forward pass and not"
                 " filled again before its backward pass"
             )
-        return saved.tensor
+        return tensor
     saved.group.begin_backward()
     tensor = saved.view.within(saved.form.values(), saved.start)
     saved.form.read(saved.group.index)

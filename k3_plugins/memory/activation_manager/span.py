@@ -27,7 +27,7 @@ class View:
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
 
     @property
     def count(self) -> int:

@@ -40,7 +40,7 @@ class Stored:
         *,
         coded: bool,
         only_e4m3: bool = False,
-        carrier: Carrier | None,
+        carrier: Carrier[Any] | None,
         ledger: Ledger,
         origin: torch.UntypedStorage,
         name: str,
@@ -67,6 +67,7 @@ class Stored:
     def fetch(self) -> None:
         """Start to bring the bytes back, unless they are here or on their way."""
         if self._payload is None and self._arrival is None and self._values is None:
+            assert self._carrier is not None
             into = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
             self._ledger.watch(into.untyped_storage())
             self._arrival = self._carrier.fetch(self._parcel, into)
@@ -77,6 +78,7 @@ class Stored:
             payload = self._payload
             if payload is None:
                 self.fetch()
+                assert self._arrival is not None
                 payload = self._arrival.wait()
                 self._arrival = None
             self._values = decode(payload, self._count, self._dtype) if self._coded else payload.view(self._dtype)
@@ -108,10 +110,22 @@ class Rebuilt:
         function: gives the values.
         arguments: its arguments; those that are `Saved` are restored first.
         view: the layout of the result in the forward pass.
+        origin: the storage that the saved tensors lay in.
+        name: of the first tensor, for messages.
     """
 
-    def __init__(self, function: Any, arguments: list[Any], restore: Any, view: View, name: str) -> None:
+    def __init__(
+        self,
+        function: Any,
+        arguments: list[Any],
+        restore: Any,
+        view: View,
+        *,
+        origin: torch.UntypedStorage,
+        name: str,
+    ) -> None:
         self.name = name
+        self.origin = StorageWeakRef(origin)  # as in `Stored`
         self.waiting: Counter[int] = Counter()
         self.view = view
         self._function, self._arguments, self._restore = function, arguments, restore

@@ -47,7 +47,7 @@ def attach_before_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         from k3_plugins import activation
 
-        settings = activation.current().config("activation-manager")
+        settings = activation.active().config("activation-manager")
         RUNTIME.manager, RUNTIME.attachments = attach(model_chunks, settings)
         return original(config, model_chunks, *args, **kwargs)
 
@@ -69,6 +69,7 @@ def attach(
     from k3_plugins.memory.activation_manager.rules import parse_rules
     from k3_plugins.memory.activation_manager.sites import Attachment, megatron_layers
 
+    assert settings.activation_policy is not None, "checked with the arguments"
     limit = settings.activation_host_pool_mib
     manager = ActivationManager(
         parse_rules(settings.activation_policy),
@@ -165,7 +166,7 @@ def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
     from k3_plugins.memory.remote.schedule import Schedule
     from k3_plugins.memory.remote.watch import Watch
 
-    settings: ActivationManagerConfig = activation.current().config("activation-manager")
+    settings: ActivationManagerConfig = activation.active().config("activation-manager")
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     schedule = Schedule(
         dist.get_world_size(pipeline),
@@ -184,18 +185,25 @@ def start_lending(manager: ActivationManager, args: Any) -> Lending | None:
             headroom=settings.activation_remote_headroom,
         ),
         pipeline,
-        report=lambda text: RUNTIME.watch.publish(text),
+        report=_publish,
         pinned=dist.get_backend() == "nccl" and torch.cuda.is_available(),
     )
     lending.made_after = manager.passes
     manager.remote, manager.plan = lending.carrier, lending.plan
     manager.level = lending.plan.levels[lending.place]
     manager.ledger.reset_peak()
-    store = dist.distributed_c10d._get_default_store().clone()
+    default_store: Any = dist.distributed_c10d._get_default_store()  # torch's stubs leave out clone()
+    store = default_store.clone()
     RUNTIME.lending = lending
     RUNTIME.watch = Watch(store, dist.get_rank(), dist.get_world_size(), lending.partners)
     RUNTIME.watch.start()
     return lending
+
+
+def _publish(text: str) -> None:
+    """Tell the other ranks why this one fails; nothing is lent before the watch is on."""
+    if RUNTIME.watch is not None:
+        RUNTIME.watch.publish(text)
 
 
 METRICS = (
@@ -231,12 +239,12 @@ def _check_lending(manager: ActivationManager) -> None:
     lending = RUNTIME.lending
     if lending is None or manager.passes == lending.made_after:
         return
-    if lending.plan.of_borrower(lending.place) and not manager.remote.sent_bytes:
+    if lending.plan.of_borrower(lending.place) and not lending.carrier.sent_bytes:
         text = (
             f"pipeline stage {lending.place} borrows memory by the plan and sent nothing in a whole step: its"
             " activations are smaller than in the first step. Drop remote from --activation-policy, or start again"
         )
-        RUNTIME.watch.publish(text)
+        _publish(text)
         raise ActivationError(text)
 
 

@@ -33,13 +33,13 @@ class Arrival(Protocol):
         """The bytes on the device, complete."""
 
 
-class Carrier(Protocol):
+class Carrier[P: Parcel](Protocol):
     """One place outside of the device."""
 
-    def send(self, payload: Tensor, owner: str) -> Parcel:
+    def send(self, payload: Tensor, owner: str) -> P:
         """Copy uint8 ``[n]`` away; the payload may be freed when this returns."""
 
-    def fetch(self, parcel: Parcel, into: Tensor) -> Arrival:
+    def fetch(self, parcel: P, into: Tensor) -> Arrival:
         """Start to fill uint8 ``[n]`` on the device."""
 
 

@@ -162,6 +162,7 @@ class RemoteCarrier:
     def close_stretch(self) -> None:
         """Everything of the layer was sent."""
         stretch, self._stretch = self._stretch, None
+        assert stretch is not None, "open_stretch comes first"
         with self._lock:
             stretch.open = False
             stretch.release_if_empty()
@@ -173,6 +174,7 @@ class RemoteCarrier:
         if self._failure is not None:
             raise self._failure
         stretch, size = self._stretch, payload.numel()
+        assert stretch is not None, "open_stretch comes first"
         aligned = -(-size // ALIGNMENT) * ALIGNMENT
         if stretch.filled + aligned > stretch.nbytes:
             raise self._failed(f"{owner} does not fit into the {stretch.nbytes} bytes that its layer asked for")
@@ -248,6 +250,7 @@ class RemoteCarrier:
             raise self._failure
 
     def _read_now(self, parcel: RemoteParcel, into: Tensor) -> Tensor:
+        assert parcel.sent is not None and self._reading is not None
         parcel.sent.result()  # the same thread wrote before: raises what went wrong then
         lease, view = parcel.stretch.lease, self._reading[: parcel.nbytes]
         address = lease.address + parcel.stretch.start + parcel.offset
