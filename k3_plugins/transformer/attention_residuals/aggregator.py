@@ -5,6 +5,7 @@ Shapes: S sources, s sequence, b batch, T = s*b tokens, d hidden size.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -31,11 +32,14 @@ class AttentionResidual(MegatronModule):
         max_sources: length of `source_weights`, the same for all aggregations of a model.
     """
 
+    source_weights: Tensor
+
     def __init__(self, config: TransformerConfig, max_sources: int):
         super().__init__(config=config)
         device = parameter_device(config)
         self.query = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype, device=device))
         self.key_norm_weight = torch.nn.Parameter(torch.empty_like(self.query))
+        parameter: Any
         for parameter in (self.query, self.key_norm_weight):
             # under sequence parallelism each rank sees its own tokens: Megatron sums these gradients over TP
             parameter.sequence_parallel = config.sequence_parallel

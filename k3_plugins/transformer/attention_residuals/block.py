@@ -12,7 +12,7 @@ Shapes: s sequence, b batch, d hidden size.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -31,8 +31,13 @@ from k3_plugins.transformer.attention_residuals.layer import (
 )
 from k3_plugins.transformer.attention_residuals.recompute import require_patch
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock as _Block
+else:
+    _Block = object
 
-class AttentionResidualBlock:
+
+class AttentionResidualBlock(_Block):
     """Mixin over TransformerBlock, given to a decoder that was built from `spec.wrap_block_spec`.
 
     See `install`.
@@ -42,6 +47,11 @@ class AttentionResidualBlock:
     residual_bank: ResidualBank
     aggregates_output: bool
     """Whether this stage holds the output query (the stage of the final norm)."""
+    output_res: AttentionResidual
+    """The output query, on the stage that holds it."""
+    _measure_next: bool
+    _output_input: SublayerInput | None
+    """The output aggregation, until the final norm has read it."""
 
     def residual_queries(self, start: int = 0, end: int | None = None) -> tuple[Query, ...]:
         """The queries of layers start..end-1 of this stage; with the whole stage also the output query."""
@@ -95,6 +105,7 @@ class AttentionResidualBlock:
 
     def _after_final_layernorm(self, _module: torch.nn.Module, _args: tuple[Tensor, ...], output: Tensor) -> None:
         pending, self._output_input = self._output_input, None
+        assert pending is not None, "the norm's pre-hook has aggregated its input"
         recompute = self.attention_residuals.attn_res_recompute_input == "on" and not listening()
         if recompute and pending.hidden.requires_grad and output.requires_grad:
             free_until_backward(pending, output)
@@ -127,7 +138,7 @@ def install(block: TransformerBlock, config: AttentionResidualsConfig) -> None:
             )
     if block.config.recompute_granularity == "full":
         require_patch()
-    block.__class__ = _with_mixin(type(block))
+    block.__class__ = _with_mixin(block.__class__)
     block.attention_residuals = config
     block.residual_bank = ResidualBank()
     block._measure_next = False

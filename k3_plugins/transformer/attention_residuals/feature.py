@@ -1,5 +1,6 @@
 """Feature `attnres`: Block Attention Residuals, with a pipeline that ships each block once."""
 
+import functools
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
@@ -34,47 +35,42 @@ class AttentionResiduals:
 
     def patches(self) -> Sequence[Patch]:
         """The decoder, full recomputation, the schedules' communicator, and two reports."""
-        wrap = {"kind": PatchKind.WRAP, "feature": self.name}
+        wrap = functools.partial(Patch, kind=PatchKind.WRAP, feature=self.name)
         return (
-            Patch(
+            wrap(
                 id="attnres.gpt",
                 target="megatron.core.models.gpt.gpt_model:GPTModel.__init__",
                 implementation=wrap_gpt_init,
                 reason="GPTModel names the class of its decoder itself; a spec can only change the layers.",
                 remove_when="GPTModel takes the decoder's class from its spec",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="attnres.recompute",
                 target="megatron.core.recompute:checkpointed_forward",
                 implementation=_wrap_checkpointed_forward,
                 reason="The checkpointed forward passes one tensor between layers; the blocks must pass too.",
                 remove_when="TransformerBlock calls its checkpointed forward as a method",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="attnres.schedule",
                 target="megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
                 implementation=_wrap_schedule,
                 reason="pretrain takes a communicator only before the process groups exist that one is made of.",
                 remove_when="pretrain takes a factory of communicators",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="attnres.metrics",
                 target="megatron.training.training:training_log",
                 implementation=wrap_training_log,
                 reason="The training loop has no callback for user metrics.",
                 remove_when="Megatron offers a registry of metrics or a logging callback",
-                **wrap,
             ),
-            Patch(
+            wrap(
                 id="attnres.flops",
                 target="megatron.training.training:num_floating_point_operations",
                 implementation=correct_flops,
                 reason="Megatron's count has no seam for operations between layers.",
                 remove_when="model configs report their own FLOPs per token",
-                **wrap,
             ),
         )
 
@@ -100,12 +96,12 @@ class AttentionResiduals:
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """Sources that the last aggregation of this rank weighed, and what each hop carried."""
-        from k3_plugins.transformer.attention_residuals.runtime import RUNTIME, aggregations, decoder
+        from k3_plugins.transformer.attention_residuals.runtime import RUNTIME, aggregations, decoders
 
         modules = [module for _, module in aggregations(model_chunks)]
         idle = sum(module.measured is None for module in modules)
-        blocks = [decoder(chunk) for chunk in model_chunks]
-        complete = all(block is not None for block in blocks)
+        blocks = decoders(model_chunks)
+        complete = len(blocks) == len(model_chunks)
         if complete and not any(block.training for block in blocks):
             # The target of a draft: only training forward passes are measured.
             return Witness(f"{len(modules)} aggregations, those of the decoder frozen", ok=len(modules) > 0)

@@ -14,11 +14,11 @@ def wrap_gpt_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
         from k3_plugins.transformer.attention_residuals.block import install
         from k3_plugins.transformer.attention_residuals.spec import wrap_block_spec, wrap_mtp_spec
 
-        config = current().config("attnres")
+        config = active().config("attnres")
         bound = signature.bind(self, *args, **kwargs)
         arguments = bound.arguments
         arguments["transformer_layer_spec"] = wrap_block_spec(arguments["transformer_layer_spec"], config)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -108,10 +108,18 @@ def free_until_backward(pending: SublayerInput, after: Tensor) -> None:
     storage.resize_(0)
 
 
-class AttentionResidualLayer:
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_layer import TransformerLayer as _Layer
+else:
+    _Layer = object
+
+
+class AttentionResidualLayer(_Layer):
     """Mixin over a TransformerLayer class; see `attention_residual_layer`."""
 
     residual_bank: ResidualBank
+    self_attn_bda: PartialSumAdd
+    mlp_bda: PartialSumAdd
 
     def __init__(
         self, config: TransformerConfig, *args: Any, attention_residuals: AttentionResidualsConfig, **kwargs: Any

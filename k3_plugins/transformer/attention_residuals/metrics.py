@@ -35,13 +35,13 @@ def correct_flops(count: Callable[..., float]) -> Callable[..., float]:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> float:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
 
         stock = count(args, batch_size, seqlen_squared_sum_in_batch, total_real_tokens_in_batch)
         tokens = total_real_tokens_in_batch
         if tokens is None:
             tokens = batch_size * args.seq_length
-        block_size = current().config("attnres").attn_res_block_size
+        block_size = active().config("attnres").attn_res_block_size
         per_token = forward_flops_per_token(args.num_layers, block_size, args.hidden_size)
         return stock + _FORWARD_AND_BACKWARD * per_token * tokens
 

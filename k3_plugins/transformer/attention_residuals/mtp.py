@@ -7,7 +7,7 @@ Shapes: s sequence, b batch, d hidden size.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,8 +17,13 @@ from k3_plugins.transformer.attention_residuals.aggregator import AttentionResid
 from k3_plugins.transformer.attention_residuals.bank import ResidualBank
 from k3_plugins.transformer.attention_residuals.config import AttentionResidualsConfig, max_sources
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as _Layer
+else:
+    _Layer = object
 
-class AttentionResidualMTPLayer:
+
+class AttentionResidualMTPLayer(_Layer):
     """Mixin over a MultiTokenPredictionLayer class; see `attention_residual_mtp_layer`."""
 
     def __init__(

@@ -78,7 +78,7 @@ def wrap_checkpointed_forward(original: Any) -> Any:
     from k3_plugins.transformer.attention_residuals.block import AttentionResidualBlock
 
     @functools.wraps(original)
-    def dispatch(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def checkpointed(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, AttentionResidualBlock):
             return original(self, hidden_states, *args, **kwargs)
         if args:
@@ -90,6 +90,7 @@ def wrap_checkpointed_forward(original: Any) -> Any:
             )
         return checkpointed_forward(self, hidden_states, **kwargs)
 
+    dispatch: Any = checkpointed
     dispatch.knows_attention_residuals = True
     return dispatch
 

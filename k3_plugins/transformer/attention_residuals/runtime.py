@@ -24,6 +24,11 @@ def decoder(chunk: torch.nn.Module) -> AttentionResidualBlock | None:
     return block if isinstance(block, AttentionResidualBlock) else None
 
 
+def decoders(chunks: Sequence[torch.nn.Module]) -> list[AttentionResidualBlock]:
+    """The decoders with Attention Residuals of these model chunks."""
+    return [block for chunk in chunks if (block := decoder(chunk)) is not None]
+
+
 def aggregations(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, AttentionResidual]]:
     """(name, module) of every aggregation on this rank."""
     for chunk in chunks:
@@ -53,8 +58,8 @@ class Runtime:
 
     def describe(self, chunks: Sequence[torch.nn.Module]) -> Signature | None:
         """What this rank tells the others of its pipeline group."""
-        blocks = [decoder(chunk) for chunk in chunks]
-        if any(block is None for block in blocks):
+        blocks = decoders(chunks)
+        if len(blocks) < len(chunks):
             return None
         config, own = get_model_config(chunks[0]), blocks[0].attention_residuals
         return Signature(
@@ -75,7 +80,7 @@ class Runtime:
 
     def prepare(self, chunks: Sequence[torch.nn.Module], call: dict[str, Any]) -> None:
         """Before every run of a schedule: choose the evaluation (once), and ask for fresh statistics."""
-        blocks = [block for chunk in chunks if (block := decoder(chunk)) is not None]
+        blocks = decoders(chunks)
         if not blocks:
             return
         if self.two_phase is None:
@@ -95,7 +100,7 @@ class Runtime:
         if config.deterministic_mode:
             self._announce("single-pass, because of --deterministic-mode")
             return False
-        answer: list[TwoPhaseChoice | None] = [None]
+        answer: list[Any] = [None]
         if torch.distributed.get_rank() == 0:
             size = block.attention_residuals.attn_res_block_size
             sequence_shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -109,9 +114,10 @@ class Runtime:
                 device=next(block.parameters()).device,
             )
         torch.distributed.broadcast_object_list(answer, src=0)
-        self.choice = answer[0]
-        self._announce(str(self.choice))
-        return self.choice.enabled
+        choice: TwoPhaseChoice = answer[0]
+        self.choice = choice
+        self._announce(str(choice))
+        return choice.enabled
 
     @staticmethod
     def _announce(text: str) -> None:
@@ -136,13 +142,13 @@ class Runtime:
 
         What was not measured (a frozen decoder, the same on all of them) keeps what was loaded.
         """
-        modules = [module for _, module in aggregations(self._chunks) if module.measured is not None]
-        if not modules:
+        measured = [(one, one.measured) for _, one in aggregations(self._chunks) if one.measured is not None]
+        if not measured:
             return
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        weights = torch.stack([module.measured for module in modules])
+        weights = torch.stack([own for _, own in measured])
         torch.distributed.all_reduce(weights, group=group)
-        for module, mean in zip(modules, weights / group.size(), strict=True):
+        for (module, _), mean in zip(measured, weights / group.size(), strict=True):
             module.source_weights.copy_(mean)
 
 

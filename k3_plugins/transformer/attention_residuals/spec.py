@@ -13,7 +13,7 @@ from k3_plugins.transformer.attention_residuals.config import AttentionResiduals
 from k3_plugins.transformer.attention_residuals.layer import attention_residual_layer
 from k3_plugins.transformer.attention_residuals.mtp import attention_residual_mtp_layer
 
-BlockSpec = TransformerBlockSubmodules | ModuleSpec
+type BlockSpec = TransformerBlockSubmodules | ModuleSpec
 
 
 def wrap_layer_spec(spec: ModuleSpec, config: AttentionResidualsConfig) -> ModuleSpec:

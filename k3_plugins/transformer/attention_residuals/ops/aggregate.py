@@ -19,7 +19,7 @@ would copy S*T*d elements in every sublayer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ class _Aggregate(torch.autograd.Function):
     """See the module's docstring. Inputs: query, key_weight, eps, inter-block statistics or None, then the sources."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key_weight: Tensor, eps: float, inter: InterBlock | None, *sources: Tensor):
+    def forward(
+        ctx: Any, query: Tensor, key_weight: Tensor, eps: float, inter: InterBlock | None, *sources: Tensor
+    ) -> tuple[Tensor, Tensor]:
         dtype, hidden_size = math_dtype(sources[0]), sources[0].shape[-1]
         scaled_query = query.to(dtype) * key_weight.to(dtype)
         if inter is None:
@@ -83,7 +85,7 @@ class _Aggregate(torch.autograd.Function):
         return hidden, weights
 
     @staticmethod
-    def backward(ctx, grad_hidden: Tensor | None, _grad_weights: None):
+    def backward(ctx: Any, grad_hidden: Tensor | None, _grad_weights: None) -> tuple[Tensor | None, ...]:
         query, key_weight, weights, *sources = ctx.saved_tensors
         if grad_hidden is None:
             return (None,) * (4 + len(sources))

@@ -9,6 +9,7 @@ Shapes: Q queries, S sources, T tokens, d hidden size.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +116,7 @@ def measure_two_phase(
         for query, inter in zip(queries, inter_block_pass(queries, sources, eps), strict=True):
             inter.merge(partial, query, eps, like=partial)
 
-    def best(run) -> float:
+    def best(run: Callable[[], None]) -> float:
         times = []
         for _ in range(repeats + 1):  # the first run warms up
             if partial.is_cuda:
