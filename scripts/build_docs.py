@@ -52,6 +52,13 @@ REFERENCE = {
 }
 PLACES = ("*.md", "docs/**/*.md", "examples/**/*.md", "k3_plugins/**/*.md", "benchmarks/**/*.md", "patches/**/*.md")
 
+STYLE_FILE = "site.css"
+STYLE = """\
+/* The theme keeps every cell of a table on one line, and pages narrow; ours hold sentences in tables. */
+.wy-table-responsive table td, .wy-table-responsive table th { white-space: normal; }
+.wy-nav-content { max-width: 1100px; }
+"""
+
 _TARGET = re.compile(r"""\]\(\s*([^)\s]+)|(?:href|src)=["']([^"']+)""")
 
 
@@ -250,6 +257,7 @@ def build(root: Path, output: Path, features_text: str) -> None:
             (stage / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / name, stage / name)
         (stage / FEATURES_PAGE).write_text(features_text, encoding="utf-8")
+        (stage / STYLE_FILE).write_text(STYLE, encoding="utf-8")
         with _messages():
             try:
                 build_with_mkdocs(_config(stage, site, nav))
@@ -283,6 +291,7 @@ def _config(stage: Path, site: Path, nav: list) -> object:
         nav=nav,
         # highlight.js would come from the network
         theme={"name": "readthedocs", "highlightjs": False, "navigation_depth": 2},
+        extra_css=[STYLE_FILE],
         plugins=["search"],
         markdown_extensions=["tables", "fenced_code", {"toc": {"slugify": slug}}],
         use_directory_urls=False,  # pages can be opened without a server
