@@ -43,7 +43,7 @@ def largest_logits(
     q = q.detach().to(compute).permute(1, 2, 0, 3).unflatten(1, (groups, heads // groups))
     k = k.detach().to(compute).permute(1, 2, 3, 0).unsqueeze(2)  # [b, m, 1, c, S]
     place = torch.arange(total, device=q.device)
-    segment = None if cu_seqlens is None else torch.searchsorted(cu_seqlens, place, right=True)
+    packed = None if cu_seqlens is None else (torch.searchsorted(cu_seqlens, place, right=True), cu_seqlens[-1])
     best = q.new_full((groups, heads // groups), -torch.inf)
     rows = max(1, _SCORES_PER_BLOCK // (batch * heads * total))
     offset = 0
@@ -52,9 +52,10 @@ def largest_logits(
             count = min(rows, length - start)
             begin, end = first + start, first + start + count
             admitted = place[None, :end] <= place[begin:end, None]
-            if segment is not None:
+            if packed is not None:
+                segment, last = packed
                 admitted &= segment[None, :end] == segment[begin:end, None]
-                admitted &= place[begin:end, None] < cu_seqlens[-1]
+                admitted &= place[begin:end, None] < last
             local = q[:, :, :, offset + start : offset + start + count]
             scores = (local @ k[..., :end]).masked_fill_(~admitted, -torch.inf)
             best = torch.maximum(best, scores.amax(dim=(0, 3, 4)))

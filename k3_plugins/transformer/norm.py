@@ -4,6 +4,8 @@ Megatron's torch norm (``WrappedTorchNorm``) refuses sequence parallelism and Tr
 runs on any device and marks its weight for Megatron's sequence-parallel gradient all-reduce.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
@@ -14,6 +16,12 @@ def parameter_device(config: TransformerConfig) -> torch.device | str | int:
     if config.init_model_with_meta_device:
         return "meta"
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def mark_sequence_parallel(parameter: nn.Parameter, sharded: bool) -> None:
+    """Say whether a parameter sees a sequence shard only, so that Megatron sums its gradient over the TP group."""
+    marked: Any = parameter
+    marked.sequence_parallel = sharded
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,9 +58,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
         )
-        self.weight.sequence_parallel = (
-            config.sequence_parallel if sequence_parallel is None else sequence_parallel and config.sequence_parallel
-        )
+        sharded = config.sequence_parallel and (sequence_parallel is None or sequence_parallel)
+        mark_sequence_parallel(self.weight, sharded)
 
     def reset_parameters(self) -> None:
         """Set the weight to one (used by Megatron after a meta-device initialisation)."""

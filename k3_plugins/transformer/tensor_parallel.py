@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from k3_plugins.transformer.norm import parameter_device
+from k3_plugins.transformer.norm import mark_sequence_parallel, parameter_device
 
 
 def enter_region(x: Tensor, config: TransformerConfig, tp_group: ProcessGroup) -> Tensor:
@@ -89,7 +89,7 @@ class ReplicatedLinear(nn.Module):
         self.init_method = config.init_method
         shape = (output_size, input_size)
         self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config)))
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark_sequence_parallel(self.weight, config.sequence_parallel)
         if config.perform_initialization:
             self.reset_parameters()
 

@@ -10,6 +10,7 @@ t expert-tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -78,7 +79,10 @@ class GroupedExperts(MegatronModule):
 
     def _parameter(self, rows: int, columns: int, partition_dim: int, stride: int) -> nn.Parameter:
         shape = (self.num_local_experts, rows, columns)
-        weight = nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=parameter_device(self.config)))
+        # Any, as in `_draw_on_cpu`: Megatron marks parameters with attributes of its own.
+        weight: Any = nn.Parameter(
+            torch.empty(shape, dtype=self.config.params_dtype, device=parameter_device(self.config))
+        )
         set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=partition_dim, stride=stride)
         # Reduced over the expert-DP group wherever that is another one: as Megatron's parallel linear layers are.
         config = self.config
@@ -106,7 +110,7 @@ class GroupedExperts(MegatronModule):
                     init(weight.data[e])
 
     @torch.no_grad()
-    def _draw_on_cpu(self, weight: nn.Parameter, init: Callable[[Tensor], None], index: int) -> None:
+    def _draw_on_cpu(self, weight: Any, init: Callable[[Tensor], None], index: int) -> None:
         shards, rank = self.tp_group.size(), self.tp_group.rank()
         shape = list(weight.shape[1:])
         shape[weight.partition_dim - 1] *= shards

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from k3_plugins.transformer.norm import RMSNorm, parameter_device
+from k3_plugins.transformer.norm import RMSNorm, mark_sequence_parallel, parameter_device
 
 
 class LatentProjection(MegatronModule):
@@ -67,7 +67,7 @@ class LatentProjection(MegatronModule):
         if self.sharded:
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         else:
-            self.weight.sequence_parallel = config.sequence_parallel
+            mark_sequence_parallel(self.weight, config.sequence_parallel)
         self.norm = None
         if norm_eps is not None:
             self.norm = RMSNorm(config, input_size, norm_eps)
