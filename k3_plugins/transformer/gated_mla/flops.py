@@ -16,10 +16,10 @@ def add_gate_flops(count: Callable[..., float]) -> Callable[..., float]:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> float:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
 
         total = count(args, batch_size, seqlen_squared_sum_in_batch, total_real_tokens_in_batch)
-        if not current().config("gated-mla").mla_output_gate:
+        if not active().config("gated-mla").mla_output_gate:
             return total
         tokens = total_real_tokens_in_batch if total_real_tokens_in_batch is not None else batch_size * args.seq_length
         mla_layers = (args.linear_attention_freq or [0] * args.num_layers).count(0)

@@ -20,7 +20,7 @@ import torch
 from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -76,7 +76,7 @@ class GatedMLASelfAttention(MegatronModule):
         self.q_head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.softmax_scale = self.q_head_dim**-0.5
 
-        def column(input_size: int, output_size: int, label: str) -> torch.nn.Module:
+        def column(input_size: int, output_size: int, label: str) -> ColumnParallelLinear:
             label = f"{name}.{label}" if name else label
             return local_column_linear(input_size, output_size, config, self.tp_group, name=label)
 

@@ -20,16 +20,17 @@ W kernel size, N packed sequences.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from k3_plugins.transformer.kda.ops import KDABackendError, kda, resolve_backend
 from k3_plugins.transformer.kda.ops.chunk_layout import ChunkPlan, make_plan
 from k3_plugins.transformer.kda.ops.fla import kda_fla_cp
-from k3_plugins.transformer.kda.ops.inputs import KDAInputs, check_inputs, sequence_bounds
+from k3_plugins.transformer.kda.ops.inputs import KDAInputs, KDAOptions, check_inputs, sequence_bounds
 from k3_plugins.transformer.kda.ops.segment import Blocking
 from k3_plugins.transformer.kda.ops.torch_chunk import (
     backward,
@@ -86,7 +87,7 @@ def local_slice(bounds: tuple[tuple[int, int], ...], start: int, end: int) -> Lo
 class _Call:
     """One KCP call on this rank: the arguments without tensors, and the rank's place."""
 
-    x: KDAInputs
+    x: KDAOptions
     packed: bool
     place: LocalSlice
     group: dist.ProcessGroup
@@ -116,7 +117,7 @@ def _plan(x: KDAInputs) -> tuple[ChunkPlan, Blocking]:
 
 class _KCP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, call: _Call) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, call: _Call) -> Tensor:
         x = call.x.with_tensors(q, k, v, g, beta, None)
         place, width = call.place, v.shape[-1]
         rank = dist.get_rank(call.group)
@@ -138,10 +139,10 @@ class _KCP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, incoming, saved, maps = ctx.saved_tensors
+    def backward(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, incoming, saved, maps = ctx.saved_tensors
         call: _Call = ctx.call
-        x = call.x.with_tensors(*tensors, None)
+        x = call.x.with_tensors(q, k, v, g, beta, None)
         place, width = call.place, x.v.shape[-1]
         rank = dist.get_rank(call.group)
         d_incoming = x.zero_state(x.v.shape[0])
@@ -157,7 +158,8 @@ class _KCP(torch.autograd.Function):
             d_outgoing = torch.zeros_like(d_outgoing)
         elif call.packed and place.pieces:
             d_final = {len(place.pieces) - 1: d_outgoing[0]}
-        grads = backward(local, *ctx.plan, saved, d_o, d_outgoing.unsqueeze(1), d_final)
+        plan, blocking = ctx.plan
+        grads = backward(local, plan, blocking, saved, d_o, d_outgoing.unsqueeze(1), d_final)
         return grads.q, grads.k, grads.v, grads.g, grads.beta, None
 
 
@@ -190,13 +192,26 @@ def kda_cp(
     """
     lengths = slice_lengths(v.shape[1], lengths, group)
     if len(lengths) == 1:
-        options = {"scale": scale, "cu_seqlens": cu_seqlens, "gate_lower_bound": gate_lower_bound}
-        return kda(q, k, v, g, beta, backend=backend, **options)[0]
+        o, _ = kda(
+            q, k, v, g, beta, scale=scale, cu_seqlens=cu_seqlens, backend=backend, gate_lower_bound=gate_lower_bound
+        )
+        return o
     chosen, _ = resolve_backend(backend, q.device, v.dtype)
     if chosen == "naive":
         raise KDABackendError("KDA backend 'naive' has no context parallelism: use 'torch' or 'fla'")
-    options = {"scale": scale, "initial_state": None, "output_final_state": False, "cu_seqlens": None}
-    x = check_inputs(q, k, v, g, beta, **options, gate_lower_bound=gate_lower_bound, sequence_parts=None)
+    x = check_inputs(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale=scale,
+        initial_state=None,
+        output_final_state=False,
+        cu_seqlens=None,
+        gate_lower_bound=gate_lower_bound,
+        sequence_parts=None,
+    )
     bounds = _global_bounds(cu_seqlens, lengths, v.shape[0])
     if chosen == "fla":
         return kda_fla_cp(x, bounds, lengths, group)
@@ -232,13 +247,13 @@ class _MoveRows(torch.autograd.Function):
     """All-to-all of rows (dimension 0); the backward sends the gradients home and adds them up."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, plan: _Exchange, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: _Exchange, group: dist.ProcessGroup) -> Tensor:
         ctx.plan, ctx.group, ctx.rows = plan, group, x.shape[0]
         return _all_to_all(x.index_select(0, plan.send), plan.received, plan.sent, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         plan = ctx.plan
         back = _all_to_all(dy.contiguous(), plan.sent, plan.received, ctx.group)
         dx = back.new_zeros(ctx.rows, *back.shape[1:])

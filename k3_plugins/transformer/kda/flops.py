@@ -38,9 +38,9 @@ def correct_flops(count: Callable[..., float]) -> Callable[..., float]:
         seqlen_squared_sum_in_batch: float | None = None,
         total_real_tokens_in_batch: float | None = None,
     ) -> float:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
 
-        config = current().config("kda")
+        config = active().config("kda")
         sequences = (batch_size, seqlen_squared_sum_in_batch, total_real_tokens_in_batch)
         tokens = total_real_tokens_in_batch if total_real_tokens_in_batch is not None else batch_size * args.seq_length
         everything_softmax = count(args, *sequences)

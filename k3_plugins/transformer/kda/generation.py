@@ -51,10 +51,11 @@ class KDACache:
         g = kda_gate(z, layer.A_log, layer.kda_config.gate_lower_bound)
         beta = torch.sigmoid(rearrange(layer.linear_beta(hidden_states)[0], "s b h -> b s h").to(g.dtype))
         if hidden_states.shape[0] == 1:
-            o, self.state = kda_step(*(t.squeeze(1) for t in (q, k, v, g, beta)), self.state)
+            q, k, v, g, beta = (t.squeeze(1) for t in (q, k, v, g, beta))
+            o, self.state = kda_step(q, k, v, g, beta, self.state)
             o = o.unsqueeze(1)
         else:
-            o, self.state = kda(
+            o, state = kda(
                 q,
                 k,
                 v,
@@ -64,6 +65,8 @@ class KDACache:
                 output_final_state=True,
                 backend=layer.kda_config.kda_backend,
             )
+            assert state is not None  # output_final_state
+            self.state = state
         return layer.linear_proj(layer._gated_norm(o, hidden_states, hidden_states))[0]
 
     def _convolve(self, layer: KimiDeltaAttention, name: str, hidden_states: Tensor) -> Tensor:

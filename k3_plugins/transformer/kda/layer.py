@@ -19,7 +19,7 @@ import torch
 from einops import rearrange
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import RowParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -100,7 +100,9 @@ class KimiDeltaAttention(MegatronModule):
         key_width, value_width = sizes.num_heads * sizes.head_dim, sizes.num_value_heads * sizes.value_head_dim
         decay_width = sizes.num_value_heads * sizes.head_dim
 
-        def column(output_size: int, label: str, input_size: int = config.hidden_size, bias: bool = False) -> nn.Module:
+        def column(
+            output_size: int, label: str, input_size: int = config.hidden_size, bias: bool = False
+        ) -> ColumnParallelLinear:
             label = f"{name}.{label}" if name else label
             return local_column_linear(input_size, output_size, config, self.tp_group, bias=bias, name=label)
 
@@ -239,14 +241,12 @@ class KimiDeltaAttention(MegatronModule):
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
     ) -> Tensor:
         """The KDA operator on this rank's contiguous slice, ``[b, s, HV, V]``."""
-        options = dict(
-            cu_seqlens=cu_seqlens,
-            backend=self.kda_config.kda_backend,
-            gate_lower_bound=self.kda_config.gate_lower_bound,
-        )
+        backend, bound = self.kda_config.kda_backend, self.kda_config.gate_lower_bound
         if self.cp_group.size() > 1:
-            return kda_cp(q, k, v, g, beta, group=self.cp_group, **options)
-        return kda(q, k, v, g, beta, **options)[0]
+            group = self.cp_group
+            return kda_cp(q, k, v, g, beta, group=group, cu_seqlens=cu_seqlens, backend=backend, gate_lower_bound=bound)
+        o, _ = kda(q, k, v, g, beta, cu_seqlens=cu_seqlens, backend=backend, gate_lower_bound=bound)
+        return o
 
     def _gated_norm(self, o: Tensor, hidden_states: Tensor, x: Tensor) -> Tensor:
         """sigmoid(gate) * RMSNorm(o) in fp32, ``[b, s, HV, V]`` to ``[s, b, HV * V]`` in the input's dtype."""

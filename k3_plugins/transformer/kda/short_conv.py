@@ -8,10 +8,13 @@ works through blocks of rows, so the temporaries are small.
 Shapes: B batch, T rows, D channels, W kernel size, R <= W - 1 halo rows.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from k3_plugins.transformer.kda.ops.inputs import sequence_bounds
 
@@ -75,7 +78,7 @@ def _window(x: Tensor, halo: Tensor | None, block: tuple[int, int], width: int, 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, halo: Tensor | None, cut: _Boundaries, activation: str | None
+        ctx: Any, x: Tensor, weight: Tensor, halo: Tensor | None, cut: _Boundaries, activation: str | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, halo)
         ctx.cut, ctx.activation = cut, activation
@@ -89,7 +92,7 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, halo = ctx.saved_tensors
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         w, width = weight.to(dtype), weight.shape[1]
@@ -121,7 +124,7 @@ def short_conv(
     x: Tensor,
     weight: Tensor,
     *,
-    cu_seqlens: Tensor | list[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     initial_rows: Tensor | None = None,
     activation: str | None = "silu",
 ) -> Tensor:

@@ -5,6 +5,7 @@ kernels of fla-core on a CUDA device).
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -70,7 +71,7 @@ def kda(
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: Tensor | list[int] | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     backend: str = "auto",
     gate_lower_bound: float | None = None,
     sequence_parts: int | None = None,

@@ -82,7 +82,7 @@ def kda_fla(inputs: KDAInputs) -> tuple[Tensor, Tensor | None]:
     o = o.to(x.v.dtype)
     if used < total:
         o = torch.cat((o, o.new_zeros(o.shape[0], total - used, *o.shape[2:])), dim=1)
-    if final is not None and busy is not None and len(busy) < len(x.bounds):
+    if final is not None and x.bounds is not None and busy is not None and len(busy) < len(x.bounds):
         whole = x.zero_state(len(x.bounds)) if state is None else state
         final = whole.index_copy(0, torch.tensor(busy, device=whole.device), final)
     return o, final

@@ -6,10 +6,12 @@
 Shapes: B batch, T tokens, HV heads, K key dim.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 # exp(A_log) must stay finite: inf * 0 is NaN. Beyond these exponents every gate is saturated anyway.
 _MAX_A_LOG = {torch.float32: 80.0, torch.float64: 700.0}
@@ -21,7 +23,7 @@ class _KDAGate(torch.autograd.Function):
     """Saves the logits alone; plain autograd would keep three tensors of their size."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, z: Tensor, A_log: Tensor, lower_bound: float | None) -> Tensor:
+    def forward(ctx: Any, z: Tensor, A_log: Tensor, lower_bound: float | None) -> Tensor:
         ctx.save_for_backward(z, A_log)
         ctx.lower_bound = lower_bound
         dtype = torch.float64 if z.dtype == torch.float64 else torch.float32
@@ -33,7 +35,7 @@ class _KDAGate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dg: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dg: Tensor) -> tuple[Tensor, Tensor, None]:
         z_in, A_log = ctx.saved_tensors
         dtype = dg.dtype
         rate = A_log.to(dtype).clamp(max=_MAX_A_LOG[dtype]).exp().unsqueeze(-1)

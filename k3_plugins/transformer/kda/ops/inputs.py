@@ -3,14 +3,36 @@
 Shapes: B batch, T tokens, H query/key heads, HV value heads, K key dim, V value dim, N packed sequences.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class KDAInputs:
+@dataclass(frozen=True, kw_only=True)
+class KDAOptions:
+    """What a call of `k3_plugins.transformer.kda.ops.kda` is besides its tensors."""
+
+    scale: float
+    output_final_state: bool
+    bounds: tuple[tuple[int, int], ...] | None
+    """(start, end) row of every packed sequence, or None when each batch entry is one sequence"""
+    gate_lower_bound: float | None
+    """what the caller says about min(g); a hint for kernels that need a bounded gate"""
+    sequence_parts: int | None = None
+    """parts that the torch backend cuts a sequence into; None for automatic"""
+
+    def with_tensors(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
+    ) -> "KDAInputs":
+        """The call with these tensors."""
+        return KDAInputs(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, **_options(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDAInputs(KDAOptions):
     """Arguments of `k3_plugins.transformer.kda.ops.kda` after validation."""
 
     q: Tensor
@@ -23,37 +45,17 @@ class KDAInputs:
     """[B, T, HV, K], log decay"""
     beta: Tensor
     """[B, T, HV]"""
-    scale: float
     initial_state: Tensor | None
     """[B, HV, K, V], or [N, HV, K, V] with packed sequences"""
-    output_final_state: bool
-    bounds: tuple[tuple[int, int], ...] | None
-    """(start, end) row of every packed sequence, or None when each batch entry is one sequence"""
-    gate_lower_bound: float | None
-    """what the caller says about min(g); a hint for kernels that need a bounded gate"""
-    sequence_parts: int | None = None
-    """parts that the torch backend cuts a sequence into; None for automatic"""
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """fp64 for fp64 inputs, else fp32: the state and the residual are never formed in 16 bits."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
-    def without_tensors(self) -> "KDAInputs":
-        """A copy that keeps no tensor alive; an autograd function saves its tensors apart."""
-        return self.with_tensors(None, None, None, None, None, None)
-
-    def with_tensors(
-        self,
-        q: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        g: Tensor | None,
-        beta: Tensor | None,
-        initial_state: Tensor | None,
-    ) -> "KDAInputs":
-        """A copy with other tensors of the same shapes."""
-        return replace(self, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+    def without_tensors(self) -> KDAOptions:
+        """What keeps no tensor alive; an autograd function saves its tensors apart."""
+        return KDAOptions(**_options(self))
 
     def rows(self, rows: slice) -> "KDAInputs":
         """These rows alone, as one sequence per batch entry that starts from zero."""
@@ -70,7 +72,11 @@ class KDAInputs:
         return self.v.new_zeros(n, heads, self.k.shape[-1], width, dtype=self.compute_dtype)
 
 
-def sequence_bounds(cu_seqlens: Tensor | list[int] | tuple[int, ...], total: int) -> tuple[tuple[int, int], ...]:
+def _options(call: KDAOptions) -> dict[str, Any]:
+    return {field.name: getattr(call, field.name) for field in fields(KDAOptions)}
+
+
+def sequence_bounds(cu_seqlens: Tensor | Sequence[int], total: int) -> tuple[tuple[int, int], ...]:
     """(start, end) of every packed sequence, empty ones included; ValueError names what is wrong."""
     cu = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else [int(c) for c in cu_seqlens]
     if len(cu) < 2 or cu[0] != 0:
@@ -92,7 +98,7 @@ def check_inputs(
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
-    cu_seqlens: Tensor | list[int] | tuple[int, ...] | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
     gate_lower_bound: float | None,
     sequence_parts: int | None,
 ) -> KDAInputs:

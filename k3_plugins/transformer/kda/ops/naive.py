@@ -62,7 +62,8 @@ def kda_naive(inputs: KDAInputs) -> tuple[Tensor, Tensor | None]:
         if state is not None and x.bounds is not None:
             state = state[n : n + 1]
         for t in range(start, end):
-            o, state = kda_step(*tokens[t], state, scale=x.scale)
+            q, k, v, g, beta = tokens[t]
+            o, state = kda_step(q, k, v, g, beta, state, scale=x.scale)
             outputs.append(o)
         if state is None:
             state = x.zero_state(x.v.shape[0])

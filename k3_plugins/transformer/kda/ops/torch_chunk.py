@@ -14,10 +14,11 @@ Shapes: B batch, T tokens, P parts, K key dim, V value dim, H and HV query/key a
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from k3_plugins.transformer.kda.ops.chunk_layout import CHUNK, ChunkPlan, make_plan, scatter
 from k3_plugins.transformer.kda.ops.inputs import KDAInputs
@@ -64,7 +65,7 @@ def forward(
     saved = x.v.new_empty(kept, b, plan.parts, heads, key, width, dtype=x.compute_dtype)
     final = None
     if x.output_final_state:
-        final = x.zero_state(len(x.bounds) if packed else b)
+        final = x.zero_state(b if x.bounds is None else len(x.bounds))
         if x.initial_state is not None:  # stays for empty sequences
             final.copy_(x.initial_state)
     for group in head_groups(x, blocking):
@@ -118,10 +119,9 @@ def backward(
     packed = x.bounds is not None
     segments = plan.segments(blocking.segment)
     new = torch.empty_like if plan.rows is None else torch.zeros_like
-    grads = Gradients(
-        *(new(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta)),
-        None if x.initial_state is None else torch.zeros_like(x.initial_state),
-    )
+    q, k, v, g, beta = (new(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta))
+    initial_state = None if x.initial_state is None else torch.zeros_like(x.initial_state)
+    grads = Gradients(q, k, v, g, beta, initial_state)
     for group in head_groups(x, blocking):
         hs = group.heads
         initial = _states_of(x, x.initial_state, group)
@@ -236,7 +236,7 @@ def _run(
 class _ChunkKDA(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -254,7 +254,7 @@ class _ChunkKDA(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, saved, maps = ctx.saved_tensors
         x, plan, blocking = ctx.call.with_tensors(*tensors), ctx.plan, ctx.blocking
         if d_o is None:
@@ -284,7 +284,7 @@ def choose_parts(chunks: int, lanes: int, width: int) -> int:
     whole = chunks * -(-lanes // width)
     choices = [parts for parts in (2, 4, 8, 16, 32, 64) if parts <= chunks]
     cost = {parts: 2 * -(-chunks // parts) * -(-lanes * parts // width) for parts in choices}
-    parts = min(cost, key=cost.get, default=1)
+    parts = min(cost, key=lambda choice: cost[choice], default=1)
     return parts if parts > 1 and 2 * cost[parts] <= whole else 1
 
 
