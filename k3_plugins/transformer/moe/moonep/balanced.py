@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from k3_plugins.memory import annotate
 from k3_plugins.transformer.moe.moonep.exchange import Exchange, Report, Trip
@@ -45,6 +45,13 @@ class Flight:
         rounding: of the GEMMs' operands.
     """
 
+    trip: Trip
+    """from `depart` to `finish`"""
+    inputs: tuple[Tensor, Tensor]
+    """rows and routing weights, from `send` to `finish`"""
+    ticket: Any
+    """of `Trip.send`, from `send` to `finish`"""
+
     def __init__(
         self,
         exchange: Exchange,
@@ -59,7 +66,6 @@ class Flight:
         self.activation = activation
         self.memory_efficient = memory_efficient
         self.rounding = rounding
-        self.trip: Trip | None = None
         self.report: Report | None = None
         self.back: tuple[Any, ...] = ()  # from finish's backward node to send's
 
@@ -92,7 +98,7 @@ class Flight:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, z: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, z: Tensor, probs: Tensor, w1: Tensor, w2: Tensor, flight: Flight) -> Tensor:
         z = flight.rounding.input1(z.detach())
         flight.inputs = z, probs.detach()
         flight.ticket = flight.trip.send(z, probs)
@@ -101,7 +107,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         flight = ctx.flight
         trip, gradient, again, kept = flight.back
         flight.back = ()
@@ -120,9 +126,10 @@ class _Send(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, flight: Flight) -> Tensor:
+    def forward(ctx: Any, token: Tensor, flight: Flight) -> Tensor:
         trip = flight.trip
         x, p = trip.arrive(flight.ticket)
+        assert p is not None  # sent with the rows
         all1, all2 = trip.fetched()
         y, h = grouped_mlp.forward(x, p, all1, all2, trip.ends, flight.activation, flight.rounding)
         annotate(h, name="act")
@@ -132,13 +139,12 @@ class _Finish(torch.autograd.Function):
         kept = flight.inputs if flight.memory_efficient else (x, p, h)
         ctx.save_for_backward(*kept, *trip.state)
         ctx.shape, ctx.plan, ctx.flight = flight.inputs[1].shape, trip.plan, flight
-        del flight.inputs, flight.ticket
-        flight.trip = None
+        del flight.inputs, flight.ticket, flight.trip
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         flight, saved = ctx.flight, ctx.saved_tensors
         count = 2 if flight.memory_efficient else 3
         kept, state = saved[:count], saved[count:]

@@ -57,8 +57,14 @@ class Trip(Protocol):
 
     ends: Tensor
     """int32 ``[2 m]``, cumulative ends of this rank's segments: home experts, then slots. Known after `send`."""
-    state: tuple[Tensor, ...]
-    """What the backward pass needs, for ``save_for_backward``. Known after `send`."""
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """What the backward pass needs, for ``save_for_backward``. Known after `send`."""
+
+    @property
+    def plan(self) -> Any:
+        """What `Exchange.resume` needs besides tensors and the shape. Known after `send`."""
 
     def fetch(self, w1: Tensor, w2: Tensor) -> None:
         """Start to fetch redundant experts: ``[m, 2 f, l]`` and ``[m, l, f]`` are this rank's home experts."""
@@ -89,7 +95,7 @@ class Exchange(Protocol):
         """Begin: ``experts`` int64 ``[T, k]``, distinct within a token, -1 for nowhere."""
 
     def resume(self, state: tuple[Tensor, ...], shape: torch.Size, plan: Any) -> Trip:
-        """The trip of a forward pass, from `Trip.state`, ``[T, k]`` and its ``plan`` attribute."""
+        """The trip of a forward pass, from `Trip.state`, ``[T, k]`` and `Trip.plan`."""
 
 
 class CollectiveExchange:
@@ -122,10 +128,15 @@ class CollectiveExchange:
 class CollectiveTrip:
     """See `Trip`. Known after `send`: ``ends``, ``state`` and ``plan`` (the route's sizes)."""
 
+    ends: Tensor
+    slots: Tensor
+    total: Tensor
+    """rows of all ranks; known to the trip of a forward pass alone"""
+
     def __init__(self, transport: AllToAll, shape: torch.Size) -> None:
         self.transport = transport
         self.shape = shape
-        self.route: Route | None = None
+        self._route: Route | None = None
 
     def begin(self, experts: Tensor, counts: Pending) -> None:
         """Remember the choices until the counts are here."""
@@ -133,8 +144,19 @@ class CollectiveTrip:
 
     def restore(self, state: tuple[Tensor, ...], sizes: tuple[int, int, int]) -> None:
         """Continue with a saved plan."""
-        self.ends, self.slots, *places = state
-        self.route = Route(*places, sizes)
+        self.ends, self.slots, out, relay, row = state
+        self._route = Route(out, relay, row, sizes)
+
+    @property
+    def route(self) -> Route:
+        """The way of this rank's rows.
+
+        Raises:
+            RuntimeError: before `send`.
+        """
+        if self._route is None:
+            raise RuntimeError("MoonEP: the way of the rows is not known before they are sent")
+        return self._route
 
     @property
     def state(self) -> tuple[Tensor, ...]:
@@ -154,7 +176,7 @@ class CollectiveTrip:
 
     def send(self, z: Tensor, probs: Tensor | None = None) -> tuple[Pending, Pending | None]:
         """See `Trip`."""
-        if self.route is None:
+        if self._route is None:
             self._find_route()
         k = self.shape[1]
         rows = z[:, None].expand(-1, k, -1).reshape(-1, z.shape[1])
@@ -171,7 +193,7 @@ class CollectiveTrip:
         self.total = counts.sum()
         where = routing.address(planner_torch.plan(counts), self.experts, self.transport.me)
         self.ends, self.slots = where.ends, where.slots
-        self.route = self.transport.route(where.rank.view(-1), where.row.view(-1))
+        self._route = self.transport.route(where.rank.view(-1), where.row.view(-1))
         del self.experts, self.counts
 
     def arrive(self, ticket: tuple[Pending, Pending | None]) -> tuple[Tensor, Tensor | None]:

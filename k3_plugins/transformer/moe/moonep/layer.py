@@ -34,12 +34,16 @@ class MoonEPDispatcher(MoETokenDispatcher):
         exchange: over the expert-parallel group.
     """
 
+    hidden_shape: torch.Size
+    """of the tokens that were dispatched"""
+    experts: Tensor
+    """int64 ``[T, k]``, from `depart`: ascending, -1 for nowhere"""
+    flight: Flight
+    """from `depart` until the layer has its result"""
+
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection, exchange: Exchange) -> None:
         super().__init__(config, pg_collection)
         self.exchange = exchange
-        self.hidden_shape: torch.Size | None = None
-        self.experts: Tensor | None = None
-        self.flight: Flight | None = None
 
     @torch.no_grad()
     def depart(self, routing_map: Tensor, experts: GroupedExperts, memory_efficient: bool) -> None:
@@ -82,7 +86,7 @@ class MoonEPDispatcher(MoETokenDispatcher):
         return hidden_states.view(self.hidden_shape)
 
 
-class _MoonEP:
+class _MoonEP(MoELayer):
     """The mixin; see `balanced`.
 
     ``MoELayer.forward`` computes the shared experts first. Here they wait until the rows are on their way
@@ -147,7 +151,7 @@ class _MoonEP:
         flight = self.token_dispatcher.flight
         output = flight.finish(hidden_states)
         self.report = flight.report
-        self.token_dispatcher.flight = None
+        del self.token_dispatcher.flight
         return output, None
 
     def postprocess(self, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
@@ -167,7 +171,7 @@ def _exchange(settings: MoonEPConfig, group: dist.ProcessGroup) -> Exchange:
 
 
 @functools.cache
-def balanced(layer: type[MoELayer]) -> type[MoELayer]:
+def balanced(layer: type[MoELayer]) -> type[_MoonEP]:
     """``layer`` with MoonEP; its constructor takes ``moonep_config`` as well.
 
     Raises (from the constructor):

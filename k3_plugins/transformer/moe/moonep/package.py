@@ -72,7 +72,7 @@ def load() -> Any:
             f"({type(error).__name__}: {error}); {ADVICE}"
         ) from error
     for path, parameters in REQUIRED.items():
-        found = package
+        found: Any = package
         for name in path.split("."):
             found = getattr(found, name, None)
         if found is None:
@@ -180,11 +180,23 @@ class PackageExchange:
 class PackageTrip:
     """See `exchange.Trip`."""
 
+    experts: Tensor
+    num_experts: int
+    """the choices and E, of the trip of a forward pass"""
+    ends: Tensor
+    buffer: Any
+    wanted: tuple[Tensor, Tensor]
+    """this rank's home experts, from `fetch`"""
+    pools: Pools
+    pushed: Any
+    """CUDA event at the end of the weights' way"""
+    real: Tensor
+    """bool ``[NvS]``, rows that are no padding"""
+
     def __init__(self, exchange: PackageExchange, shape: torch.Size) -> None:
         self.exchange = exchange
         self.shape = shape
         self.plan_of_package: Any = None
-        self.wanted: tuple[Tensor, Tensor] | None = None
 
     @property
     def state(self) -> tuple[Tensor, ...]:

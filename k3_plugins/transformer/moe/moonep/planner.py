@@ -187,7 +187,7 @@ def plan(counts: np.ndarray) -> Plan:
         raise PlanError(f"counts must not be negative, got {least}")
     spare = loads.reshape(ranks, m).sum(1) - np.array(targets(int(loads.sum()), ranks))
     bound = planner_core.lower_bound(loads, spare)
-    best = None
+    best: tuple[tuple[int, int], np.ndarray] | None = None
     variants = variants_for(num_experts, ranks)
     rules = sum(not variant.salt for variant in variants)
     for position, variant in enumerate(variants):
@@ -197,6 +197,7 @@ def plan(counts: np.ndarray) -> Plan:
             best = (score, moves)
         if best[0][0] <= bound and (variant.salt or position + 1 == rules):
             break
+    assert best is not None  # every size has a variant
     (worst, total), moves = best
     if worst > m:
         raise PlanError(f"a rank would need {worst} redundant experts, more than the {m} slots that always suffice")

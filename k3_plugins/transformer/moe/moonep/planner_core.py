@@ -18,7 +18,7 @@ import numpy as np
 try:
     import numba
 except ImportError:
-    numba = None
+    numba = None  # type: ignore[assignment]  # mypy has no name for a module that may be missing
     logging.getLogger(__name__).warning(
         "numba is not installed: the host planner of MoonEP runs about 100 times slower (pip install numba)."
     )

@@ -50,20 +50,20 @@ def solve_exactly(counts: np.ndarray, seconds: float = 30.0, total: bool = True)
     maximum = _minimise(loads[used], target, cap, foreign, None, seconds)
     if maximum is None:
         return Optimum(None, 0, False)
-    best = round(maximum.fun)
+    best = round(maximum)
     if not total:
         return Optimum(best, 0, False)
-    result = _minimise(loads[used], target, cap, foreign, best, seconds)
-    if result is not None:
-        return Optimum(best, round(result.fun), True)
+    least = _minimise(loads[used], target, cap, foreign, best, seconds)
+    if least is not None:
+        return Optimum(best, round(least), True)
     short = np.maximum(target - loads.reshape(ranks, m).sum(1), 0)
     return Optimum(best, int((short > 0).sum()), False)
 
 
 def _minimise(
     loads: np.ndarray, target: np.ndarray, cap: np.ndarray, foreign: np.ndarray, limit: int | None, seconds: float
-) -> object | None:
-    """Minimise the maximum (``limit`` None) or the total under a maximum; None unless proven optimal in time."""
+) -> float | None:
+    """The least maximum (``limit`` None), or the least total under a maximum; None unless proven in time."""
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -103,7 +103,7 @@ def _minimise(
         integrality=np.concatenate([np.zeros(cells), np.ones(cells + 1)]),
         options={"time_limit": seconds},
     )
-    return result if result.status == 0 else None
+    return result.fun if result.status == 0 else None
 
 
 @compiled

@@ -25,7 +25,8 @@ from k3_plugins.transformer.moe.ops.activation import SWIGLU
 
 def layer_options(layer: type[MoELayer], settings: MoonEPConfig) -> dict[str, Any]:
     """Keyword arguments ``layer`` and ``moonep_config`` for a spec function that builds ``layer``."""
-    return {"layer": balanced(layer), "moonep_config": settings}
+    made = balanced(layer)  # type: ignore[arg-type]  # mypy takes a class that it cannot see for unhashable
+    return {"layer": made, "moonep_config": settings}
 
 
 def moe_module_spec(
