@@ -37,7 +37,7 @@ class LatentMoELayer(MoELayer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
+        submodules: MoESubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         *args: Any,

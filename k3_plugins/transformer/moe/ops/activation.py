@@ -12,10 +12,11 @@ Letters: n rows, f width of one half; the input is ``[..., 2 f]``, gate half fir
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ SWIGLU = GatedActivation(beta_gate=None, beta_up=None)
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    return gate, up
 
 
 def _soft_bound(x: Tensor, beta: float | None) -> Tensor:
@@ -74,7 +76,7 @@ def _slope(bounded: Tensor, beta: float | None) -> Tensor | float:
 
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, scale: Tensor | None, kind: GatedActivation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, kind: GatedActivation) -> Tensor:
         ctx.save_for_backward(x, scale)
         ctx.kind = kind
         y = kind.value(x)
@@ -82,7 +84,7 @@ class _GatedActivation(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, scale = ctx.saved_tensors
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
         dscale = None

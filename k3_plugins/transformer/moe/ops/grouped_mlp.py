@@ -12,11 +12,11 @@ Letters: n rows, g experts, l input and output width, f expert width; ``ends`` i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from k3_plugins.memory import annotate
 from k3_plugins.transformer.moe.ops import segment_gemm
@@ -112,7 +112,7 @@ def _hidden(x: Tensor, w1: Tensor, ends: Tensor, rounding: Rounding) -> Tensor:
 class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         x: Tensor,
         probs: Tensor,
         w1: Tensor,
@@ -130,7 +130,7 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, h, probs, w1, w2, ends = ctx.saved_tensors
         w1, w2 = ctx.rounding.weight1(w1), ctx.rounding.weight2(w2)
         gradients = backward(grad.contiguous(), x, h, probs, w1, w2, ends, ctx.act, ctx.rounding)

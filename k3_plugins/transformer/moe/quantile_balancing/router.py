@@ -40,7 +40,7 @@ class QuantileBalancingRouter(TopKRouter):
     def __init__(
         self,
         config: TransformerConfig,
-        pg_collection: ProcessGroupCollection | None = None,
+        pg_collection: ProcessGroupCollection,
         is_mtp_layer: bool = False,
         *,
         qb_config: QuantileBalancingConfig,
