@@ -261,6 +261,7 @@ def _start_worker(config: PrepareConfig, dtype: str) -> None:
 
 
 def _encode_in_worker(unit: WorkUnit) -> UnitResult:
+    assert _worker is not None, "_start_worker comes first"
     return _worker(unit)
 
 

@@ -57,7 +57,8 @@ class BoxWriter:
 
     def __init__(self, folder: Path, max_file_bytes: int = 4 << 30) -> None:
         self.folder, self.max_file_bytes = folder, max_file_bytes
-        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._tensors: dict[str, TensorStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._filled: dict[str, int] = {}
         self._files = 0
@@ -83,7 +84,8 @@ class BoxWriter:
             box = box.clone()
         if key not in self._tensors:
             properties = TensorProperties.create_from_tensor(box)
-            self._tensors[key] = TensorStorageMetadata(properties=properties, size=torch.Size(whole), chunks=[])
+            tensor = TensorStorageMetadata(properties=properties, size=torch.Size(whole), chunks=[])
+            self._entries[key] = self._tensors[key] = tensor
         chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size())
         self._tensors[key].chunks.append(chunk)
         self._filled[key] = self._filled.get(key, 0) + box.numel()
@@ -95,7 +97,7 @@ class BoxWriter:
 
     def object(self, unique_key: str, value: Any) -> None:
         """Write one object, as Megatron writes a ``ShardedObject``: a list of one."""
-        self._tensors[unique_key] = BytesStorageMetadata()
+        self._entries[unique_key] = BytesStorageMetadata()
         contents = io.BytesIO()
         torch.save([value], contents)
         self._append(MetadataIndex(unique_key), contents)
@@ -117,7 +119,7 @@ class BoxWriter:
         holes = [key for key, count in self._filled.items() if count != prod(self._tensors[key].size)]
         if holes:
             raise ConversionError(f"tensors that were not filled: {', '.join(holes)}")
-        metadata = Metadata(self._tensors, storage_data=self._storage, version=CURRENT_DCP_VERSION)
+        metadata = Metadata(self._entries, storage_data=self._storage, version=CURRENT_DCP_VERSION)
         with open(self.folder / ".metadata", "wb") as file:
             pickle.dump(metadata, file)
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ConversionError, FeatureError, ValueError: with a sentence about the argument or the checkpoint.
     """
-    ids = _ids(args.prompt_ids) if args.prompt_ids is not None else None
+    given = _ids(args.prompt_ids) if args.prompt_ids is not None else None
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: give a number of at least 1")
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -68,12 +68,15 @@ def run(args: argparse.Namespace) -> None:
     loaded = checkpoint_model.load(args.load, args.ckpt_step, args.k3_platform, DOOR)
 
     from k3_plugins.models.kimi_k3.generation import GenerationState, continuation
-    from k3_plugins.models.kimi_k3.text import codec_for
+    from k3_plugins.models.kimi_k3.text import Codec, codec_for
 
-    codec = codec_for(loaded.saved, loaded.iteration, args.tokenizer) if ids is None else None
-    if codec is not None:
+    codec: Codec | None = None
+    if given is None:
+        codec = codec_for(loaded.saved, loaded.iteration, args.tokenizer)
         # A text that is empty begins like every document: after the end of another.
         ids = codec.encode(args.prompt) or [codec.end]
+    else:
+        ids = given
     device = next(loaded.model.parameters()).device
     start = time.perf_counter()
     with GenerationState(loaded.model) as state:

@@ -88,7 +88,8 @@ class GenerationState:
             logits of the token after the last one, ``[b, 1, V]``; with ``every``, after each one, ``[b, s, V]``.
         """
         parts = ids.split(chunk, dim=1)
-        logits = [self._forward(part, every, part is parts[-1]) for part in parts]
+        results = [self._forward(part, every, part is parts[-1]) for part in parts]
+        logits = [result for result in results if result is not None]
         return torch.cat(logits, dim=1) if every else logits[-1]
 
     def _forward(self, ids: Tensor, every: bool, last: bool) -> Tensor | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from k3_plugins.models.kimi_k3 import hf_vision_config
 from k3_plugins.models.kimi_k3.config import KimiK3Config, expert_pattern
@@ -151,7 +151,7 @@ LINEAR_ATTENTION_FIELDS = frozenset(
     "kda_layers full_attn_layers num_heads head_dim short_conv_kernel_size gate_lower_bound use_full_rank_gate".split()
 )
 
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "situ": "situ"}
+ACTIVATIONS: dict[str, Literal["swiglu", "situ"]] = {"silu": "swiglu", "swish": "swiglu", "situ": "situ"}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -333,7 +333,7 @@ def _moe_pattern(reader: FieldReader, layers: int, experts: bool) -> list[int]:
         return _kinds_of_layers(reader, "mlp_layer_types", {"sparse": 1, "dense": 0}, layers)
     dense = reader.size("first_k_dense_replace", required=True, smallest=0)
     # With faults there is no model to describe, and its number of layers may be nonsense.
-    return [] if reader.faults else expert_pattern(layers, dense)
+    return [] if reader.faults or dense is None else expert_pattern(layers, dense)
 
 
 def _kinds_of_layers(reader: FieldReader, name: str, kinds: Mapping[str, int], layers: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 
 @dataclass
@@ -40,6 +40,12 @@ class FieldReader:
             return value
         self.faults.append(f"{name} is {shown(value)}, not a whole number of at least {smallest}")
         return None
+
+    @overload
+    def factor(self, name: str, default: float) -> float: ...
+
+    @overload
+    def factor(self, name: str, default: None = None, required: bool = False) -> float | None: ...
 
     def factor(self, name: str, default: float | None = None, required: bool = False) -> float | None:
         """A positive, finite number."""

@@ -58,6 +58,11 @@ class Entry:
 
 
 _GATED = (("gate_proj", 0), ("up_proj", 1))
+_RESIDUALS: tuple[tuple[str, str, Applies], ...] = (
+    ("self_attention_res", "self_attention_res", "layer"),
+    ("mlp_res", "mlp_res", "layer"),
+    ("output_attn_res", "decoder.output_res", "model"),
+)
 
 TABLE: tuple[Entry, ...] = (
     Entry("embed_tokens.weight", "embedding.word_embeddings.weight", "model", "vocabulary"),
@@ -129,19 +134,11 @@ TABLE: tuple[Entry, ...] = (
     # Attention residuals
     *(
         Entry(f"{x}_proj.weight", f"{y}.query", applies, "row", needs="attention residuals")
-        for x, y, applies in (
-            ("self_attention_res", "self_attention_res", "layer"),
-            ("mlp_res", "mlp_res", "layer"),
-            ("output_attn_res", "decoder.output_res", "model"),
-        )
+        for x, y, applies in _RESIDUALS
     ),
     *(
         Entry(f"{x}_norm.weight", f"{y}.key_norm_weight", applies, needs="attention residuals")
-        for x, y, applies in (
-            ("self_attention_res", "self_attention_res", "layer"),
-            ("mlp_res", "mlp_res", "layer"),
-            ("output_attn_res", "decoder.output_res", "model"),
-        )
+        for x, y, applies in _RESIDUALS
     ),
 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from k3_plugins.models.kimi_k3.config import vision_values
 from k3_plugins.models.kimi_k3.hf_fields import FieldReader, is_among, shown
@@ -43,7 +43,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 REQUIRED = frozenset(("norm_type", "attn_bias", "linear_bias", "patch_embed_proj_bias"))
 """Of these, the ones whose absence means something else: Kimi-K2.5 leaves them out."""
 
-PROJECTORS = {"patchmergerv2": "post", "patchmerger": "pre"}
+PROJECTORS: dict[str, Literal["post", "pre"]] = {"patchmergerv2": "post", "patchmerger": "pre"}
 """``mm_projector_type`` -> where the projector's norm stands."""
 
 READ_BELOW = frozenset(
@@ -85,14 +85,14 @@ def read(
                 own.faults.append(f"{name} is missing; only {accepted[0]!r} can be converted: {why}")
         elif not is_among(nested[name], accepted):
             own.faults.append(f"{name} is {shown(nested[name])}, only {accepted[0]!r} can be converted: {why}")
-    sizes = {ours: own.size(name, required=True) for name, ours in SIZES.items()}
+    sizes: dict[str, Any] = {ours: own.size(name, required=True) for name, ours in SIZES.items()}
     heads, width = sizes["moonvit_num_heads"], sizes["moonvit_hidden_size"]
     inner = own.size("qkv_hidden_size") or width
     if heads and inner and inner % (4 * heads):
         own.faults.append(f"qkv_hidden_size {inner} is not vt_num_attention_heads {heads} times a multiple of 4")
-    edges = [own.size(f"init_pos_emb_{edge}", required=True) for edge in ("height", "width")]
-    if all(edges) and edges[0] != edges[1]:
-        own.faults.append(f"init_pos_emb_height is {edges[0]}, init_pos_emb_width {edges[1]}: the table must be square")
+    rows, columns = (own.size(f"init_pos_emb_{edge}", required=True) for edge in ("height", "width"))
+    if rows and columns and rows != columns:
+        own.faults.append(f"init_pos_emb_height is {rows}, init_pos_emb_width {columns}: the table must be square")
     mode = own.get("pos_emb_interpolation_mode", str, "bicubic")
     if mode not in ("bilinear", "bicubic"):
         own.faults.append(f"pos_emb_interpolation_mode is {shown(mode)}; known are bilinear, bicubic")
@@ -104,12 +104,12 @@ def read(
         if nested.get(name) is not None and not is_among(nested[name], (expected,)):
             own.faults.append(f"{name} is {shown(nested[name])}, and the model has {shown(expected)}")
     reader.faults += [f"vision_config.{fault}" for fault in own.faults]
-    if own.faults:
+    if own.faults or rows is None:
         return None
     return MoonViTConfig(
         **sizes,
         moonvit_head_dim=inner // heads,
-        moonvit_position_grid=edges[0],
+        moonvit_position_grid=rows,
         moonvit_interpolation=mode,
         moonvit_projector_norm=PROJECTORS[projector],
         moonvit_projector_norm_eps=eps,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from k3_plugins.activation import Activation, current
+from k3_plugins.activation import Activation, active
 from k3_plugins.feature import FeatureError
 
 CPU_WORDS = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
@@ -41,7 +41,8 @@ def open_door(features: Sequence[str], platform: str | None, door: str) -> Activ
     from k3_plugins.bootstrap import activate
 
     sys.argv[1:] = ["--k3-plugins", ",".join(features), *(["--k3-platform", platform] if platform else [])]
-    return activate(sys.argv[1:], door)
+    activate(sys.argv[1:], door)
+    return active()
 
 
 def initialize(activation: Activation, values: Mapping[str, Any], extra: Sequence[str] = ()) -> Namespace:
@@ -132,7 +133,7 @@ def build(args: Namespace) -> Any:
 
     config = gpt_config_from_args(args)
     model = GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
-    vision = current().configs.get("moonvit")
+    vision = active().configs.get("moonvit")
     if vision is not None:
         from k3_plugins.vision.training.step import attach_encoder
 

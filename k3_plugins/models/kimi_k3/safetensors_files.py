@@ -168,7 +168,7 @@ class ShardWriter:
         if count == 1:
             os.replace(self._temporary(0), self.folder / SINGLE)
             return
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for index, names in enumerate(self._shards):
             file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self._temporary(index), self.folder / file)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from k3_plugins.data.sources import InputError
 from k3_plugins.data.tokenizers import BYTE_EOD, BYTE_VOCAB_SIZE, Tokenizer
@@ -98,7 +99,8 @@ def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
     if kind == "hf":
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model, local_files_only=True).decode
+        loaded: Any = AutoTokenizer.from_pretrained(model, local_files_only=True)  # typed as if it gave lists too
+        return loaded.decode
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor(model_file=model)
