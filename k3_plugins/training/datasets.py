@@ -19,6 +19,8 @@ from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetC
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+from k3_plugins.training.provider import on_every_rank
+
 
 def dataset_config(args: Namespace) -> GPTDatasetConfig:
     """Megatron's data-set config for the parsed command line."""
@@ -96,6 +98,7 @@ def reads_cu_seqlens(args: Namespace) -> bool:
     return args.sft or args.dataloader_inter_document_masking
 
 
+@on_every_rank
 def train_valid_test_datasets(sizes: list[int], vp_stage: int | None = None) -> tuple:
     """Megatron's ``train_valid_test_dataset_provider`` for GPT.
 
@@ -118,7 +121,3 @@ def train_valid_test_datasets(sizes: list[int], vp_stage: int | None = None) -> 
     ).build()
     print_rank_0("> finished creating GPT datasets ...")
     return built
-
-
-# Megatron builds the data sets on every rank that needs them when the provider says it is distributed.
-train_valid_test_datasets.is_distributed = True

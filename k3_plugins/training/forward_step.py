@@ -95,6 +95,7 @@ def packed_sequence_params(batch: dict[str, Tensor | None], args: Namespace) -> 
     """Megatron's description of packed sequences, or None for one sequence per row."""
     if batch["cu_seqlens"] is None:
         return None
+    assert batch["max_seqlen"] is not None, "it comes with the boundaries"
     real = batch["cu_seqlens"].squeeze(0)
     padded = None if batch["cu_seqlens_padded"] is None else batch["cu_seqlens_padded"].squeeze(0)
     update_seqlen_stats_from_cu_seqlens(real)  # FLOPs are counted for real tokens
@@ -114,7 +115,7 @@ def packed_sequence_params(batch: dict[str, Tensor | None], args: Namespace) -> 
     )
 
 
-def loss_func(loss_mask: Tensor, losses: Tensor, model: GPTModel | None = None) -> tuple[Tensor, Tensor, dict]:
+def loss_func(loss_mask: Tensor | None, losses: Tensor, model: GPTModel | None = None) -> tuple[Tensor, Tensor, dict]:
     """Sum of the unmasked token losses and their number; Megatron divides after summing over ranks.
 
     Args:
@@ -124,6 +125,7 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: GPTModel | None = None) 
     Returns:
         summed loss, number of tokens (int32), and ``{"lm loss": [sum, tokens]}`` for the log.
     """
+    assert loss_mask is not None, "Megatron calls this on the last stage, where the mask is"
     args = get_args()
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * mask)

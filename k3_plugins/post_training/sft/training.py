@@ -24,6 +24,7 @@ from k3_plugins.post_training.sft.dataset import ConversationDataset
 from k3_plugins.post_training.sft.samples import Samples, TooLong, read
 from k3_plugins.post_training.sft.tokens import TemplateTokenizer, template_tokenizer
 from k3_plugins.training.forward_step import loss_func
+from k3_plugins.training.provider import on_every_rank
 
 _SEQUENCES = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "attention_mask")
 
@@ -48,6 +49,7 @@ def dataset_provider(files: ChatFiles) -> Callable[..., tuple]:
         valid = read(files.valid, tokenizer, args.seq_length, files.too_long) if files.valid else None
         return tokenizer, train, valid
 
+    @on_every_rank
     def datasets(sizes: Sequence[int], vp_stage: int | None = None) -> tuple:
         del vp_stage
         args = get_args()
@@ -74,7 +76,6 @@ def dataset_provider(files: ChatFiles) -> Callable[..., tuple]:
 
         return rows(train, sizes[0], args.seed), rows(valid, sizes[1], None), None
 
-    datasets.is_distributed = True  # Megatron then calls it on every rank
     return datasets
 
 
@@ -94,7 +95,9 @@ def get_batch(data_iterator: Iterator, model: GPTModel) -> dict[str, Tensor | No
     )
     if get_args().sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
         ranks, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-        batch["padding_mask"] = batch["padding_mask"].chunk(ranks, dim=1)[rank].contiguous()
+        padding = batch["padding_mask"]
+        assert padding is not None, "every row of a conversation has one"
+        batch["padding_mask"] = padding.chunk(ranks, dim=1)[rank].contiguous()
     return batch
 
 

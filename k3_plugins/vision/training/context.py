@@ -124,7 +124,7 @@ def loss_of(loss_mask: Tensor | None, model: GPTModel) -> partial:
     return partial(_loss, loss_mask, model=model)
 
 
-def _loss(loss_mask: Tensor, losses: Tensor, model: GPTModel | None = None) -> tuple[Tensor, Tensor, dict]:
+def _loss(loss_mask: Tensor | None, losses: Tensor, model: GPTModel | None = None) -> tuple[Tensor, Tensor, dict]:
     loss, tokens, report = loss_func(loss_mask, losses, model=model)
     group = mpu.get_context_parallel_group()
     if group.size() > 1 and not get_args().calculate_per_token_loss:

@@ -224,6 +224,7 @@ def read_image(pair: Pair) -> Tensor:
     Raises:
         ImageError: an image that does not decode, naming the sample.
     """
+    assert pair.image is not None
     return decode(_bytes(pair, pair.image), pair.name)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import mpu
 from megatron.core.models.gpt import GPTModel
@@ -21,10 +21,11 @@ from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from k3_plugins.activation import current
+from k3_plugins.activation import active, current
 from k3_plugins.failure import fail_together
 from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
+from k3_plugins.training.provider import on_every_rank
 from k3_plugins.vision.moonvit.config import MoonViTConfig
 from k3_plugins.vision.moonvit.encoder import MoonViT
 from k3_plugins.vision.moonvit.flops import STEP
@@ -32,6 +33,9 @@ from k3_plugins.vision.training.context import cut, encode_images, loss_of, on_d
 from k3_plugins.vision.training.pairs import Pair
 from k3_plugins.vision.training.rows import PairRows
 from k3_plugins.vision.training.usable import PairSource, named_failures, usable_pairs
+
+if TYPE_CHECKING:
+    from k3_plugins.vision.training.energon_rows import EnergonRows
 
 ENCODER = "vision_model"
 """The encoder's name in the model, and so in checkpoints."""
@@ -58,7 +62,7 @@ def attach_encoder(config: MoonViTConfig) -> Callable[[list[Any]], list[Any]]:
             from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
             RUNTIME.source = encoder
-            if encoder is None or ("pipeline-zero2" in current().names and not config.moonvit_frozen):
+            if encoder is None or ("pipeline-zero2" in active().names and not config.moonvit_frozen):
                 text = copy.copy(models[0].config)
                 text.perform_initialization = False  # nor draw random numbers that the text's dropout would get
                 encoder = MoonViT(config, text)
@@ -91,6 +95,7 @@ def dataset_provider(
     def pairs_of(folder: str, flag: str) -> list[Pair]:
         return usable_pairs(folder, flag, source, config, get_args().seq_length)
 
+    @on_every_rank
     def datasets(sizes: Sequence[int], vp_stage: int | None = None) -> tuple:
         args = get_args()
         first = mpu.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
@@ -115,10 +120,10 @@ def dataset_provider(
         if in_bubbles and needed:
             from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
-            RUNTIME.sources = {False: training, True: validation}
+            by_mode = {False: training, True: validation}
+            RUNTIME.sources = {evaluates: data for evaluates, data in by_mode.items() if data is not None}
         return training, validation, None
 
-    datasets.is_distributed = True  # Megatron then calls it on every rank
     return datasets
 
 
@@ -128,7 +133,8 @@ def _streams(
     """Energon's streams where rows are needed; every rank ends if one cannot open them."""
     from k3_plugins.vision.training.energon_rows import energon_rows
 
-    found, problem = (None, None), None
+    found: tuple[EnergonRows | None, EnergonRows | None] = (None, None)
+    problem = None
     try:
         if needed:
             found = energon_rows(train, valid, config, source.skip_bad, images)
@@ -167,6 +173,7 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel) -> tuple[Tenso
         return model(None, None, None), partial(loss_func, None, model=model)
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
+    assert data_iterator is not None, "Megatron gives one to the first and the last stage"
     with named_failures():
         row = on_device(next(data_iterator))
     timers("batch-generator").stop()
