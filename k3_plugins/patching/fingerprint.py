@@ -99,7 +99,9 @@ def _definition(target: Target) -> tuple[ast.AST, str, str]:
 def _parse(source: str) -> list[ast.stmt]:
     """Parse a source excerpt; a method's is indented, and dedenting would break its multi-line strings."""
     if source[:1] in (" ", "\t"):
-        return ast.parse(f"if True:\n{source}").body[0].body
+        block = ast.parse(f"if True:\n{source}").body[0]
+        assert isinstance(block, ast.If)
+        return block.body
     return ast.parse(source).body
 
 
@@ -107,7 +109,9 @@ def _assignment(target: Target) -> ast.AST:
     """The last statement in the owner's source that binds the registry's name."""
     body = _parse(inspect.getsource(target.owner))
     if isinstance(target.owner, type):
-        body = body[0].body
+        owner = body[0]
+        assert isinstance(owner, ast.ClassDef)
+        body = owner.body
     found = None
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

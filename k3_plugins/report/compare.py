@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for found in comparisons:
         where = f"{found.tag}: {found.iterations} iterations in common ({found.first} to {found.last})"
-        if found.differs_at is None:
+        if found.values is None:
             print(f"{where}, equal bit for bit")
         else:
             print(

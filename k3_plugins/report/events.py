@@ -62,8 +62,8 @@ def read_run(folder: str | os.PathLike) -> Run:
     Raises:
         ReportError: there is no event file, or none holds a scalar.
     """
-    files = [_read_file(path) for path in find_event_files(folder)]
-    files = sorted((file for file in files if file is not None), key=lambda file: file[0])
+    read = [_read_file(path) for path in find_event_files(folder)]
+    files = sorted((file for file in read if file is not None), key=lambda file: file[0])
     if not files:
         raise ReportError(
             f"the event files in {str(folder)!r} hold no scalars: the run ended before its first log interval"

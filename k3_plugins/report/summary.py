@@ -69,7 +69,7 @@ def summarize(
     if train is None and not validations:
         raise ReportError(f"no {TRAIN!r} was logged (found: {', '.join(sorted(run.scalars))}): nothing to report on")
     seq_length = seq_length or _logged_int(run, "seq_length")
-    train_loss = _loss(train)
+    train_loss = None if train is None else _loss(train)
     validation_losses = {name: _loss(series) for name, series in validations.items()}
     validation_loss = next(iter(validation_losses.values())) if len(validation_losses) == 1 else None
     train_bits, validation_bits = bits_per_byte_factors(run, dataset)
@@ -83,9 +83,9 @@ def summarize(
         train_loss=train_loss,
         validation_loss=validation_loss,
         validation_losses=validation_losses if len(validation_losses) > 1 else {},
-        train_bits_per_byte=_times(train_loss and train_loss.last, train_bits),
-        validation_bits_per_byte=_times(validation_loss and validation_loss.last, validation_bits),
-        best_validation_bits_per_byte=_times(validation_loss and validation_loss.best, validation_bits),
+        train_bits_per_byte=_times(train_loss.last if train_loss else None, train_bits),
+        validation_bits_per_byte=_times(validation_loss.last if validation_loss else None, validation_bits),
+        best_validation_bits_per_byte=_times(validation_loss.best if validation_loss else None, validation_bits),
         bigram_bits_per_byte=bigram_bits_per_byte,
         tokens_per_second=_tokens_per_second(run, seq_length),
         tflops_per_device=_median(run.scalars.get("throughput")),
@@ -111,7 +111,7 @@ def bits_per_byte_factors(run: Run, dataset: str | os.PathLike | None = None) ->
             "train": _logged_folder(run, "train_data_path"),
             "validation": _logged_folder(run, "valid_data_path"),
         }
-    factors = []
+    factors: list[float | None] = []
     for split, folder in folders.items():
         info = None
         if folder is not None:
@@ -121,14 +121,14 @@ def bits_per_byte_factors(run: Run, dataset: str | os.PathLike | None = None) ->
                 # A data set of another make has no sidecar: then there are no bits per byte, unless it was named.
                 if dataset is not None:
                     raise ReportError(str(error)) from error
-        known = info is not None and split in info.splits
-        factors.append(info.tokens_per_byte(split) / math.log(2.0) if known else None)
+        if info is None or split not in info.splits:
+            factors.append(None)
+        else:
+            factors.append(info.tokens_per_byte(split) / math.log(2.0))
     return factors[0], factors[1]
 
 
-def _loss(series: Series | None) -> LossSummary | None:
-    if series is None:
-        return None
+def _loss(series: Series) -> LossSummary:
     finite = np.isfinite(series.values)
     if not finite.any():
         raise ReportError("no logged loss is finite: the run diverged from its first iteration")

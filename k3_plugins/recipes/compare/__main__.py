@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         if first.name == second.name:
             raise ArmError(f"both arms are called {first.name!r}: give them different names")
         budget = _budget(options)
-        searches = tuple(_search(arm, budget, options) for arm in (first, second))
+        searches = (_search(first, budget, options), _search(second, budget, options))
     except (ArmError, InputError, TrialError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2

@@ -171,7 +171,7 @@ def place(curriculum: Curriculum) -> list[Placed]:
     for stage in curriculum.stages:
         samples = stage.steps * stage.global_batch
         if stage.cooldown:
-            style, end = "linear", sample + samples
+            style, end = "linear", float(sample + samples)
             # the line that has the cosine's share at the first sample and 0 at the last
             gone = 1 - _cosine((token - warmup) / (total - warmup))
             before = (sample - gone * end) / (1 - gone)

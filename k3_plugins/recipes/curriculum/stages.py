@@ -38,7 +38,7 @@ def command(curriculum: Curriculum, placed: Placed, output: Path, resume: bool) 
     longest = max(entry.context for entry in curriculum.stages)
     # enough samples for the data set, whatever the batch sizes of earlier stages; the stage ends at its last step
     samples = max(placed.last_step * stage.global_batch, placed.first_sample + stage.steps * stage.global_batch)
-    words = [
+    words: list[str | int | Path] = [
         "--seq-length", stage.context, "--max-position-embeddings", longest,
         "--micro-batch-size", stage.micro_batch, "--global-batch-size", stage.global_batch,
         # validation counts its samples over all stages: the same batch in each
@@ -54,8 +54,8 @@ def command(curriculum: Curriculum, placed: Placed, output: Path, resume: bool) 
     ]  # fmt: skip
     if resume:
         words += ["--load", output / "checkpoints"]
-    words = [*data_flags(placed), *map(str, words)]
-    return [*process.door(stage.nproc), *curriculum.flags, *stage.flags, *words]
+    door = [*process.door(stage.nproc), *curriculum.flags, *stage.flags]
+    return [*door, *data_flags(placed), *map(str, words)]
 
 
 def reached(output: Path) -> int:
