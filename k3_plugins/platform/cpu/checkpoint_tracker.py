@@ -11,13 +11,12 @@ import builtins
 import contextlib
 import os
 from collections.abc import Iterator
-from types import ModuleType
 from typing import IO, Any
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def repair(module: ModuleType) -> None:
+def repair(module: Any) -> None:
     """Give megatron.training.checkpointing a file opener that replaces the tracker. Other files are not touched."""
     module.maybe_msc = _Files(module.maybe_msc)
 

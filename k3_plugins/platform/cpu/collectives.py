@@ -38,7 +38,7 @@ def _backend(backend: Any) -> Any:
 
 def _wrap_init_process_group(original: Callable) -> Callable:
     @functools.wraps(original)
-    def init_process_group(backend=None, *args, **kwargs) -> Any:
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_id", None)  # binds the group to a GPU
         if "pg_options" in kwargs:
             kwargs["pg_options"] = _options(kwargs["pg_options"])
@@ -54,7 +54,9 @@ def _wrap_init_process_group(original: Callable) -> Callable:
 
 def _wrap_new_group(original: Callable) -> Callable:
     @functools.wraps(original)
-    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, **kwargs) -> Any:
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         kwargs.pop("device_id", None)
         return original(ranks, timeout, _backend(backend), _options(pg_options), *args, **kwargs)
 
@@ -69,7 +71,14 @@ def _options(options: Any) -> Any:
 def _wrap_all_to_all_single(original: Callable) -> Callable:
     # Megatron's MoE dispatcher passes split sizes as NumPy or tensor elements, which NCCL's path converts.
     @functools.wraps(original)
-    def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs) -> Any:
+    def all_to_all_single(
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         return original(output, input, _ints(output_split_sizes), _ints(input_split_sizes), *args, **kwargs)
 
     return all_to_all_single
@@ -84,7 +93,7 @@ def _wrap_coalescing_manager(original: Callable) -> Callable:
     # together come back as garbage, without an error. One batch per dtype is what NCCL does anyway.
     @contextlib.contextmanager
     @functools.wraps(original)
-    def _coalescing_manager(group=None, device=None, async_ops=False) -> Iterator[Any]:
+    def _coalescing_manager(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
         group = group or distributed_c10d._get_default_group()
         recorded = distributed_c10d._world.pg_coalesce_state
         batches: dict[Any, list] = {}
@@ -104,7 +113,7 @@ def _wrap_coalescing_manager(original: Callable) -> Callable:
 
 def _wrap_barrier(original: Callable) -> Callable:
     @functools.wraps(original)
-    def barrier(group=None, async_op=False, device_ids=None) -> Any:
+    def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return original(group=group, async_op=async_op)
 
     return barrier

@@ -72,19 +72,21 @@ def install() -> None:
         setattr(torch, name, _wrap_factory(getattr(torch, name)))
     for name in _NEW_METHODS:
         setattr(torch.Tensor, name, _wrap_factory(getattr(torch.Tensor, name)))
-    torch.Tensor.to = _wrap_to(torch.Tensor.to)
-    torch.Tensor.cuda = _cuda
-    torch.Tensor.type = _wrap_type(torch.Tensor.type)
-    torch.Tensor.pin_memory = _pin_memory
-    torch.Tensor.record_stream = _record_stream
-    torch.UntypedStorage.cuda = _storage_cuda
-    torch.TypedStorage.cuda = _storage_cuda
+    tensor: Any = torch.Tensor
+    tensor.to = _wrap_to(tensor.to)
+    tensor.cuda = _cuda
+    tensor.type = _wrap_type(tensor.type)
+    tensor.pin_memory = _pin_memory
+    tensor.record_stream = _record_stream
+    storages: tuple[Any, ...] = (torch.UntypedStorage, torch.TypedStorage)
+    for storage in storages:
+        storage.cuda = _storage_cuda
     torch.load = _wrap_load(torch.load)
 
 
 def _wrap_factory(original: Callable) -> Callable:
     @functools.wraps(original)
-    def factory(*args, **kwargs) -> Any:
+    def factory(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
             kwargs["device"] = to_cpu(kwargs["device"])
         # Page-locked memory serves transfers to a GPU and cannot be had without a driver.
@@ -98,7 +100,7 @@ def _wrap_factory(original: Callable) -> Callable:
 def _wrap_to(original: Callable) -> Callable:
     # nn.Module.to ends here as well.
     @functools.wraps(original)
-    def to(self, *args, **kwargs) -> Any:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args:
             args = (to_cpu(args[0]), *args[1:])
         if "device" in kwargs:
@@ -118,7 +120,7 @@ def _cuda(
 def _wrap_type(original: Callable) -> Callable:
     # Megatron's optimizers sort parameters by `param.type()` and refuse what is not 'torch.cuda.*Tensor'.
     @functools.wraps(original)
-    def type_(self, dtype=None, non_blocking=False, **kwargs) -> Any:
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             name = original(self)
             return "torch.cuda." + name[len("torch.") :] if name.count(".") == 1 else name
@@ -146,7 +148,8 @@ def _storage_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> 
 
 def _wrap_load(original: Callable) -> Callable:
     @functools.wraps(original)
-    def load(f, map_location=None, *args, **kwargs) -> Any:
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        location: Any
         # None would put a checkpoint written on a GPU back on that GPU.
         if map_location is None:
             location = CPU
@@ -159,12 +162,12 @@ def _wrap_load(original: Callable) -> Callable:
     return load
 
 
-def _wrap_device_context(context: type) -> None:
+def _wrap_device_context(context: Any) -> None:
     # `with torch.device("cuda")` hands its device straight to the C functions, past the wrapped factories.
     original = context.__init__
 
     @functools.wraps(original)
-    def __init__(self, device) -> None:
+    def __init__(self: Any, device: Any) -> None:
         original(self, to_cpu(device))
 
     context.__init__ = __init__

@@ -19,13 +19,12 @@ checkpoint has it in the parameter groups), and give each parameter its own.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 import torch
 
 
-def repair(module: ModuleType) -> None:
+def repair(module: Any) -> None:
     """Wrap the three methods of DistributedOptimizer that handle `step`."""
     cls = module.DistributedOptimizer
     cls.state_dict = _wrap_state_dict(cls.state_dict)
@@ -40,7 +39,7 @@ def _torch_adam(optimizer: Any) -> bool:
 
 def _wrap_state_dict(original: Any) -> Any:
     @functools.wraps(original)
-    def state_dict(self) -> Any:
+    def state_dict(self: Any) -> Any:
         if _torch_adam(self.optimizer):
             _allocate_state(self)
         return original(self)
@@ -61,7 +60,7 @@ def _allocate_state(dist_optimizer: Any) -> None:
 
 def _wrap_load_state_dict(original: Any) -> Any:
     @functools.wraps(original)
-    def load_state_dict(self, state_dict) -> None:
+    def load_state_dict(self: Any, state_dict: Any) -> None:
         original(self, state_dict)
         if _torch_adam(self.optimizer):
             for state in self.optimizer.state.values():
@@ -72,7 +71,7 @@ def _wrap_load_state_dict(original: Any) -> Any:
 
 def _wrap_set_states(original: Any) -> Any:
     @functools.wraps(original)
-    def _set_main_param_and_optimizer_states(self, model_param, tensors) -> Any:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
         if _torch_adam(self.optimizer):
             group_index, group_order = self.model_param_group_index_map[model_param]
             main_param = self.optimizer.param_groups[group_index]["params"][group_order]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-Repair = Callable[[ModuleType], None]
+Repair = Callable[[Any], None]
+"""Gets the module, whose attributes it knows."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -23,7 +24,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.repairs: dict[str, list[Repair]] = {}
         self._searching: set[str] = set()
 
-    def find_spec(self, fullname, path=None, target=None) -> Any:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if fullname not in self.repairs or fullname in self._searching:
             return None
         self._searching.add(fullname)
@@ -33,7 +34,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             self._searching.discard(fullname)
         if spec is None or spec.loader is None:
             return None
-        exec_module = spec.loader.exec_module
+        loader: Any = spec.loader
+        exec_module = loader.exec_module
 
         def exec_and_repair(module: ModuleType) -> None:
             exec_module(module)
@@ -42,7 +44,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         # Loaders are made per module, so this instance attribute changes one import only; the loader keeps
         # its class, which inspect.getsource relies on.
-        spec.loader.exec_module = exec_and_repair
+        loader.exec_module = exec_and_repair
         return spec
 
 

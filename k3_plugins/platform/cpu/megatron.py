@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import os
 import sys
-from types import ModuleType
 from typing import Any
 
 from k3_plugins.failure import fail
@@ -25,31 +24,31 @@ def install() -> None:
     after_import("megatron.core.dist_checkpointing.strategies.filesystem_async", _forked_results_queue)
 
 
-def _no_warm_up(module: ModuleType) -> None:
+def _no_warm_up(module: Any) -> None:
     # The warm-up of the fused functions draws random tensors "on the GPU", as many as the layout says. From
     # the one generator of the CPU this would make the initial weights depend on --tensor-model-parallel-size,
     # silently. Nothing is compiled here (TORCHDYNAMO_DISABLE), so there is nothing to warm up.
     @functools.wraps(module._warmup_jit_function)
-    def _warmup_jit_function(*args, **kwargs) -> None:
+    def _warmup_jit_function(*args: Any, **kwargs: Any) -> None:
         return None
 
     module._warmup_jit_function = _warmup_jit_function
 
 
-def _forked_results_queue(module: ModuleType) -> None:
+def _forked_results_queue(module: Any) -> None:
     # A checkpoint's first save starts a queue server by `spawn`, because a process with a CUDA context must not
     # fork. Without CUDA that costs 10 CPU seconds and 0.8 GB a rank for nothing: the server imports torch and
     # Megatron again.
     module.get_write_results_queue = functools.partial(module.get_write_results_queue, mp_mode="fork")
 
 
-def _no_recompilation(module: ModuleType) -> None:
+def _no_recompilation(module: Any) -> None:
     # The wheel ships the index builder compiled, without the Makefile: `make` there ends the job. A source
     # checkout that has not built it yet still does, with the python3 on PATH: let that be this one.
     original = module.compile_helpers
 
     @functools.wraps(original)
-    def compile_helpers(*args, **kwargs) -> None:
+    def compile_helpers(*args: Any, **kwargs: Any) -> None:
         if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
             path = os.environ.get("PATH", "")
             os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), path])
@@ -61,25 +60,25 @@ def _no_recompilation(module: ModuleType) -> None:
     module.compile_helpers = compile_helpers
 
 
-def _no_fp8_question(module: ModuleType) -> None:
+def _no_fp8_question(module: Any) -> None:
     # --recompute-modules layernorm (and moe_act): CheckpointWithoutOutput asks Transformer Engine whether fp8 is on
     # unless fp8 is None, and its default is False: a NameError where Transformer Engine is not installed.
     checkpoint = module.CheckpointWithoutOutput
     original = checkpoint.__init__
 
     @functools.wraps(original)
-    def __init__(self, fp8: object = None) -> None:
+    def __init__(self: Any, fp8: object = None) -> None:
         original(self, fp8 or None)
 
     checkpoint.__init__ = __init__
 
 
-def _no_sensors(module: ModuleType) -> None:
+def _no_sensors(module: Any) -> None:
     # These flags read GPU sensors at the first log interval, when steps have been computed already. Say it before.
     original = module.validate_args
 
     @functools.wraps(original)
-    def validate_args(args, *rest, **kwargs) -> Any:
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         for flag in ("log_straggler", "log_energy"):
             if getattr(args, flag, False):
                 fail(f"--{flag.replace('_', '-')} reads GPU sensors, which a CPU does not have: remove it.")

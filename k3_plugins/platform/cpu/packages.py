@@ -28,5 +28,5 @@ def install() -> list[str]:
     """Make importing an installed CUDA-only package raise ModuleNotFoundError; returns the names of those hidden."""
     hidden = [name for name in _CUDA_ONLY if name not in sys.modules and importlib.util.find_spec(name) is not None]
     # None in sys.modules is Python's own marker for "do not import"; find_spec honours it too.
-    sys.modules.update(dict.fromkeys(hidden))
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # typeshed leaves out None
     return hidden

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,12 +21,12 @@ _loaders_made = 0
 
 def install() -> None:
     """Give every DataLoader its own generator, and drop a warning that is about two generators."""
-    original = DataLoader.__init__
-
+    loader: Any = DataLoader
+    original = loader.__init__
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         # An iterator draws its base seed from the default generator. In Megatron only tensor-parallel rank 0
         # has a loader, so that rank alone would move on.
@@ -35,7 +36,7 @@ def install() -> None:
         call.arguments["pin_memory"] = False
         original(*call.args, **call.kwargs)
 
-    DataLoader.__init__ = __init__
+    loader.__init__ = __init__
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_not_about_two_generators)
 
 
