@@ -87,7 +87,7 @@ class PerHeadMuonFeature:
             owned += matrices
             planned += optimizer.steps * sum(plan.elements_received for plan in plans)
             done += optimizer.orthogonalised - optimizer.steps * matrices
-            received += optimizer.exchange.elements_received
+            received += 0 if optimizer.exchange is None else optimizer.exchange.elements_received
         here = [p for chunk in model_chunks for p in chunk.parameters()]
         bound = {id(p) for optimizer in OPTIMIZERS for p in optimizer.trained}
         others = sum(p.requires_grad and id(p) not in bound for p in here)

@@ -17,6 +17,7 @@ from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import (
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
+    MegatronOptimizer,
     param_group_identifier_keys,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -164,7 +165,7 @@ def matching_groups(saved: Groups, current: Groups, settings: MuonSettings) -> G
     return saved
 
 
-class _ReplicatedStates:
+class _ReplicatedStates(MegatronOptimizer):
     """Loading for Megatron's optimizers that keep whole parameters on every rank."""
 
     def sharded_state_dict(
@@ -323,10 +324,10 @@ def wrap_factory(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _get_megatron_optimizer_based_on_param_groups(config: Any, *arguments: Any, **keywords: Any) -> Any:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
         from k3_plugins.optimizer.per_head_muon.runtime import OPTIMIZERS
 
-        settings = MuonSettings.resolve(config, current().configs["per-head-muon"])
+        settings = MuonSettings.resolve(config, active().configs["per-head-muon"])
         optimizer = build(original, settings, config, *arguments, **keywords)
         if isinstance(getattr(optimizer, "optimizer", None), PerHeadMuon):
             OPTIMIZERS.append(optimizer.optimizer)

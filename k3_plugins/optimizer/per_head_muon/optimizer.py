@@ -24,7 +24,7 @@ from torch import Tensor
 
 from k3_plugins.optimizer.per_head_muon.exchange import Exchange, Pending
 from k3_plugins.optimizer.per_head_muon.newton_schulz import orthogonalise
-from k3_plugins.optimizer.per_head_muon.planner import Assignment, Message, RankPlan, message_size
+from k3_plugins.optimizer.per_head_muon.planner import Assignment, Message, Piece, RankPlan, message_size
 from k3_plugins.optimizer.per_head_muon.settings import MuonSettings
 
 MUON, ADAMW = "muon", "adamw"
@@ -111,7 +111,7 @@ class PerHeadMuon(torch.optim.AdamW):
     # -- step --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Callable | None = None) -> None:  # type: ignore[override]  # takes no closure
         """One update of every parameter. Gradients are read from ``grad`` of the tensors in the groups.
 
         Raises:
@@ -121,7 +121,7 @@ class PerHeadMuon(torch.optim.AdamW):
         if self.exchange is None:
             raise RuntimeError("PerHeadMuon.bind must be called before the first step")
         self.init_states()
-        self._step_muon()
+        self._step_muon(self.exchange)
         self._step_adamw()
         for group in self.param_groups:
             group["step"] += 1
@@ -139,9 +139,9 @@ class PerHeadMuon(torch.optim.AdamW):
     def _muon_groups(self) -> Iterator[dict]:
         return (group for group in self.param_groups if group["optimizer"] == MUON)
 
-    def _step_muon(self) -> None:
+    def _step_muon(self, exchange: Exchange) -> None:
         rates = {id(p): (group["lr"], group["weight_decay"]) for group in self._muon_groups() for p in group["params"]}
-        pipeline = _Pipeline(self, rates)
+        pipeline = _Pipeline(self, exchange, rates)
         gathers: list[Pending] = []
         if self.work:
             gathers.append(pipeline.start(self.work[0]))
@@ -194,9 +194,9 @@ class PerHeadMuon(torch.optim.AdamW):
 class _Pipeline:
     """One step's way through the chunks."""
 
-    def __init__(self, optimizer: PerHeadMuon, rates: Mapping[int, tuple[float, float]]) -> None:
+    def __init__(self, optimizer: PerHeadMuon, exchange: Exchange, rates: Mapping[int, tuple[float, float]]) -> None:
         self.optimizer = optimizer
-        self.exchange = optimizer.exchange
+        self.exchange = exchange
         self.settings = optimizer.settings
         self.rates = rates
 
@@ -232,7 +232,7 @@ class _Pipeline:
             peer: torch.empty(message_size(message), dtype=torch.float32, device=self.exchange.device)
             for peer, message in plan.return_sends.items()
         }
-        leaving = {}
+        leaving: dict[int, list[tuple[Piece, Tensor]]] = {}
         for peer, message in plan.return_sends.items():
             for part, (assignment, piece) in zip(_cut(sends[peer], message), message, strict=True):
                 leaving.setdefault(id(assignment), []).append((piece, part))

@@ -42,6 +42,7 @@ class Entry:
         Raises:
             FeatureError: if the rule does not fit the parameter.
         """
+        assert self.split is not None, "asked of what Muon updates"
         try:
             return matrices(self.name, self.split, self.shape, self.tensor_dim, tensor_ranks)
         except SplitError as error:

@@ -10,7 +10,8 @@ WAITED_MS = "k3/muon-p2p-ms"
 
 def _waited() -> dict[str, float]:
     """On every rank: what was measured would pile up where nobody writes."""
-    waited = sum(optimizer.exchange.take_waited_ms() for optimizer in OPTIMIZERS)
+    exchanges = [optimizer.exchange for optimizer in OPTIMIZERS if optimizer.exchange is not None]
+    waited = sum(exchange.take_waited_ms() for exchange in exchanges)
     return {WAITED_MS: waited} if OPTIMIZERS else {}
 
 

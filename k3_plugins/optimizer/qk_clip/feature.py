@@ -36,7 +36,7 @@ class QKClipFeature:
 
     def patches(self) -> Sequence[Patch]:
         """The optimizer, the configuration of Transformer Engine's attention, and the metrics."""
-        wrap = {"kind": PatchKind.WRAP, "feature": self.name}
+        wrap: dict[str, Any] = {"kind": PatchKind.WRAP, "feature": self.name}
         return (
             Patch(
                 id="qk-clip.optimizer",

@@ -82,7 +82,7 @@ def _clipped_attention(name: str, attention: Any, alpha: float) -> ClippedAttent
 def _recorder(name: str, attention: Any) -> Callable[[], Tensor | None]:
     """Attach a `LogitMaxima` to our cores; read what Transformer Engine's core keeps by itself."""
     for owner in (attention, getattr(attention, "core_attention", None)):
-        if hasattr(owner, "logit_maxima"):
+        if owner is not None and hasattr(owner, "logit_maxima"):
             owner.logit_maxima = LogitMaxima()
             return owner.logit_maxima.take
     core = attention.core_attention
@@ -96,14 +96,14 @@ def _recorder(name: str, attention: Any) -> Callable[[], Tensor | None]:
     return _training_maxima(core)
 
 
-def _training_maxima(core: torch.nn.Module) -> Callable[[], Tensor | None]:
+def _training_maxima(core: Any) -> Callable[[], Tensor | None]:
     """Read Transformer Engine's running maximum, which takes in every forward pass: those of evaluation are undone."""
     before: list[Tensor | None] = []
 
-    def remember(module: torch.nn.Module, inputs: Any) -> None:
+    def remember(module: Any, inputs: Any) -> None:
         before[:] = [module.current_max_attn_logits]
 
-    def restore(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def restore(module: Any, inputs: Any, output: Any) -> None:
         if not module.training:
             module.current_max_attn_logits = before[0]
 
