@@ -42,6 +42,14 @@ class DraftGPTModel:
 
     draft_steps: int
 
+    embedding: Any
+    decoder: Any
+    mtp: Any
+    output_layer: Any
+    share_embeddings_and_output_weights: bool
+    shared_embedding_or_output_weight: Callable[[], Tensor]
+    _preprocess: Callable[..., tuple[Any, ...]]
+
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Loss and acceptance of every step.
 
@@ -141,7 +149,7 @@ def attach(steps: int, saved: bool) -> Callable[[list[GPTModel]], list[GPTModel]
 
     def hook(models: list[GPTModel]) -> list[GPTModel]:
         (model,) = models
-        model.__class__ = _with_mixin(type(model))
+        model.__class__ = _with_mixin(type(model))  # type: ignore[arg-type]  # a class of Any is hashable too
         model.draft_steps = steps
         model.add_module(FUSION, BlockFusion(model.config, saved))
         for name, parameter in model.named_parameters():

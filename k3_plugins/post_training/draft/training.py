@@ -55,13 +55,14 @@ def forward_step(watch: Watch, data_iterator: Iterator, model: Any) -> tuple[Ten
     )
 
 
-def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum over steps and positions, their number, and the log: ``lk loss`` and ``acceptance k``.
 
     Args:
         loss_mask: ``[b, s]``, 1 where the target's prediction counts.
         output: ``[2, K, b, s]`` of `model.DraftGPTModel`.
     """
+    assert loss_mask is not None, "the draft has one stage, which has the mask"
     losses, acceptance = output.float()
     mask = torch.zeros_like(losses)
     for step in range(1, len(losses) + 1):

@@ -12,10 +12,10 @@ def wrap_gpt_init(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
         from k3_plugins.post_training.mxfp4_qat.convert import quantize_routed_experts
 
         original(self, *args, **kwargs)
-        quantize_routed_experts(self, current().config("mxfp4-qat"))
+        quantize_routed_experts(self, active().config("mxfp4-qat"))
 
     return __init__

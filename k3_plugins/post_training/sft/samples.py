@@ -65,7 +65,9 @@ def read(
     Raises:
         FeatureError: naming file, line and reason of every bad line (the first 20), or a file without conversations.
     """
-    samples, faults, dropped = [], [], 0
+    samples: list[Sample] = []
+    faults: list[str] = []
+    dropped = 0
     for file in files:
         before = len(samples) + dropped + len(faults)
         for place, line in _lines(file):
@@ -150,12 +152,13 @@ def convert(line: str, tokenizer: TemplateTokenizer) -> Sample:
 
 def _check_fields(number: int, message: dict[str, Any]) -> None:
     """Nothing is left out in silence: a field that the template has no place for must be empty (null, 0, "", [])."""
-    known = _MESSAGE_FIELDS.get(message.get("role")) if isinstance(message.get("role"), str) else None
+    role = message.get("role")
+    known = _MESSAGE_FIELDS.get(role) if isinstance(role, str) else None
     if known is None:  # an unknown role is answered by the template
         return
     for name, value in message.items():
         if name not in known and name != "role" and value:
             raise ValueError(
-                f"message {number}: a message of role {message['role']} has no field {name!r} in the template, only"
+                f"message {number}: a message of role {role} has no field {name!r} in the template, only"
                 f" {', '.join(sorted(known))}; remove it"
             )

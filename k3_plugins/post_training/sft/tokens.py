@@ -89,8 +89,7 @@ def _hugging_face(folder: str) -> TemplateTokenizer:
     except Exception as error:  # broken tokenizer files raise whatever their library raises
         raise FeatureError(f"--tokenizer-model {folder}: cannot be loaded: {error}") from error
     vocabulary = tokenizer.get_vocab()
-    special = {token: vocabulary.get(token.value) for token in Special}
-    _check_present(special, folder)
+    special = _present({token: vocabulary.get(token.value) for token in Special}, folder)
     if tokenizer.eos_token_id is None:
         raise FeatureError(f"--tokenizer-model {folder} has no eos_token, which pads rows; set it in its config")
     tokenizer.model_max_length = 1 << 62  # rows are measured here, not there
@@ -109,16 +108,18 @@ def _sentencepiece(file: str) -> TemplateTokenizer:
     except Exception as error:
         raise FeatureError(f"--tokenizer-model {file}: cannot be loaded: {error}") from error
     ids = {token: model.piece_to_id(token.value) for token in Special}
-    _check_present({token: None if model.is_unknown(id) else id for token, id in ids.items()}, file)
+    special = _present({token: None if model.is_unknown(id) else id for token, id in ids.items()}, file)
     if model.eos_id() < 0:
         raise FeatureError(f"--tokenizer-model {file} has no end-of-sequence piece, which pads rows; train it with one")
-    return TemplateTokenizer(model.encode_as_ids, ids, model.eos_id())
+    return TemplateTokenizer(model.encode_as_ids, special, model.eos_id())
 
 
-def _check_present(special: dict[Special, int | None], model: str) -> None:
+def _present(special: dict[Special, int | None], model: str) -> dict[Special, int]:
+    """The ids, if the model has all of them."""
     missing = [token.value for token, id in special.items() if id is None]
     if missing:
         raise FeatureError(
             f"--tokenizer-model {model} lacks the reserved tokens {' '.join(missing)} of the template: add them to it "
             "as special tokens, each with an id of its own"
         )
+    return {token: id for token, id in special.items() if id is not None}

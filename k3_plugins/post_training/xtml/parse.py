@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from k3_plugins.post_training.xtml.conversation import EFFORTS, Conversation, arguments_object, call_id, compact
 from k3_plugins.post_training.xtml.symbols import Special, Symbol, unquote
@@ -83,7 +83,7 @@ class _Machine:
                 self._text(symbol)
                 self.position += len(symbol)
 
-    def _fail(self, reason: str, position: int | None = None) -> None:
+    def _fail(self, reason: str, position: int | None = None) -> NoReturn:
         raise XTMLError(self.position if position is None else position, reason)
 
     def _where(self) -> str:
