@@ -16,7 +16,7 @@ import io
 import json
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     with redirect_stdout(io.StringIO()):  # Megatron prints all its arguments
         found = diagnose(control, flags, own.ranks, own.door)
-    if found.arguments is None:
+    if found.arguments is None or found.defaults is None:
         for problem in found.problems or ["the training flags are empty"]:
             print(f"{PREFIX}{problem}", file=sys.stderr)
         return 2
@@ -82,12 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = memory_plan(found.arguments, features, control.model, own.reserve_memory * GB)
     except FeatureError as error:
         plan, refusal = None, str(error)
-    _show(found, features, own, plan)
+    configuration = changed(found.arguments, found.defaults)
+    _show(found, configuration, features, own, plan)
     if plan is None:
         print(f"no memory plan: {refusal}")
     if own.json:
         with replacing(own.json) as temporary:
-            temporary.write_text(json.dumps(_values(found, features, plan), indent=1) + "\n")
+            temporary.write_text(json.dumps(_values(found, configuration, features, plan), indent=1) + "\n")
     return int(plan is not None and max(memory.total for memory in plan["memory"]) > own.gpu_memory * GB)
 
 
@@ -111,10 +112,12 @@ def memory_plan(args: argparse.Namespace, features: Sequence[str], model: str | 
     return {"layout": layout, "layers_per_chunk": sizes, "memory": memory, "notes": notes, "policy": options.policy}
 
 
-def _values(found: Diagnosis, features: Sequence[str], plan: dict[str, Any] | None) -> dict[str, Any]:
+def _values(
+    found: Diagnosis, configuration: Mapping[str, Any], features: Sequence[str], plan: dict[str, Any] | None
+) -> dict[str, Any]:
     values: dict[str, Any] = {
         "features": list(features),
-        "configuration": {name: plain(value) for name, value in changed(found.arguments, found.defaults).items()},
+        "configuration": {name: plain(value) for name, value in configuration.items()},
         "layout": found.layout,
     }
     if plan is not None:
@@ -128,7 +131,13 @@ def _values(found: Diagnosis, features: Sequence[str], plan: dict[str, Any] | No
     return values
 
 
-def _show(found: Diagnosis, features: Sequence[str], own: argparse.Namespace, plan: dict[str, Any] | None) -> None:
+def _show(
+    found: Diagnosis,
+    configuration: Mapping[str, Any],
+    features: Sequence[str],
+    own: argparse.Namespace,
+    plan: dict[str, Any] | None,
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -140,7 +149,7 @@ def _show(found: Diagnosis, features: Sequence[str], own: argparse.Namespace, pl
     table = Table(title="Resolved configuration (what differs from Megatron's defaults)", title_justify="left")
     table.add_column("argument")
     table.add_column("value", overflow="fold")
-    for name, value in changed(found.arguments, found.defaults).items():
+    for name, value in configuration.items():
         table.add_row(name, escape(str(value)))
     console.print(table)
     if plan is None:

@@ -92,6 +92,7 @@ def feed_forward_width(config: KimiK3Config, layer: int, selective: bool, moonep
     if not config.moe_pattern[layer]:
         return kept + (2 if selective else 3) * config.dense_ffn_hidden_size
     width, f, k = config.moe_latent_size or d, config.expert_ffn_hidden_size, config.moe_top_k
+    assert config.num_experts is not None
     kept += 2 * config.num_experts  # scores, fp32
     kept += width if config.moe_latent_size else 0
     kept += (2 if selective else 3) * f * config.num_shared_experts

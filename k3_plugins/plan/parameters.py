@@ -82,6 +82,7 @@ def _mla(config: KimiK3Config) -> Iterator[Part]:
 
 def _moe(config: KimiK3Config) -> Iterator[Part]:
     d, f, count = config.hidden_size, config.expert_ffn_hidden_size, config.num_experts
+    assert count is not None
     width = config.moe_latent_size or d
     yield Part("router", d * count, "replicated")
     yield Part("router bias", count, "replicated", multiplied=False)

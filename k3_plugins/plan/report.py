@@ -56,7 +56,7 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     if config.num_experts is not None:
         features += ["quantile-balancing", *(["moonep"] if found.options.moonep else [])]
     features += [*(["pipeline-zero2"] if zero2 else []), *(["activation-manager"] if on_host else [])]
-    words = ["--k3-model", name, "--k3-plugins", ",".join(features)]
+    words: list[str | int] = ["--k3-model", name, "--k3-plugins", ",".join(features)]
     if on_host:
         # `decoder` names the inputs that full recomputation keeps
         words += ["--activation-policy", "decoder=cpu", "--no-gradient-accumulation-fusion"]
@@ -72,7 +72,7 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
     words += ["--seq-length", job.context, "--max-position-embeddings", job.context, "--use-distributed-optimizer"]
     recompute = {"selective": ["--recompute-granularity", "selective"]}
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     words += recompute.get(found.options.policy, [] if found.options.policy == "keep" else full)
     return [str(word) for word in words]
 

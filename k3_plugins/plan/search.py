@@ -57,7 +57,8 @@ def search(
         base: options that all share; the policy is tried in the order of ``policies`` (fastest first).
         fixed: sizes that the user gave.
     """
-    found, rejected, nearest, considered = [], Counter(), [], 0
+    rejected: Counter[str] = Counter()
+    found, nearest, considered = [], [], 0
     splits: dict[int, tuple[int, ...]] = {}
     for layout, reason in candidates(job, fixed, hardware.gpus_per_node):
         considered += 1
