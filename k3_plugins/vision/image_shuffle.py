@@ -26,6 +26,7 @@ from k3_plugins.feature import FeatureError
 from k3_plugins.models.kimi_k3.hf_config import ConversionError
 
 if TYPE_CHECKING:
+    from k3_plugins.vision.moonvit.geometry import Clip
     from k3_plugins.vision.training.pairs import Pair
 
 DOOR = "k3_plugins.vision.image_shuffle"
@@ -104,10 +105,10 @@ def run(args: argparse.Namespace) -> tuple[Comparison, list[dict[str, Any]]]:
 
     loaded = checkpoint_model.load(args.load, args.ckpt_step, args.k3_platform, DOOR)
 
-    from k3_plugins.activation import current
+    from k3_plugins.activation import active
     from k3_plugins.vision.training.pairs import find_pairs
 
-    activation = current()
+    activation = active()
     if "moonvit" not in activation.names:
         raise FeatureError(f"--load {args.load}: this model was trained without moonvit, it sees no images")
     config = activation.config("moonvit")
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> tuple[Comparison, list[dict[str, Any]]]:
     if len(pairs) < 2:
         raise FeatureError(f"--vision-data {args.vision_data} holds {len(pairs)} pairs; at least 2 are needed")
     others = shuffled(pairs, args.seed)
-    losses = [
+    losses: list[dict[str, Any]] = [
         {
             "key": pair.key,
             "image": other.key,
@@ -133,9 +134,15 @@ def shuffled(pairs: Sequence[Pair], seed: int) -> list[Pair]:
     import numpy as np
 
     ranks = np.random.default_rng(seed).permutation(len(pairs))
-    order = sorted(range(len(pairs)), key=lambda number: (*pairs[number].clip, ranks[number]))
+    order = sorted(range(len(pairs)), key=lambda number: (*_clip(pairs[number]), ranks[number]))
     following = dict(zip(order, [*order[1:], order[0]], strict=True))
     return [pairs[following[number]] for number in range(len(pairs))]
+
+
+def _clip(pair: Pair) -> Clip:
+    """The size of a pair's image; `run` asks for pairs that have one."""
+    assert pair.clip is not None
+    return pair.clip
 
 
 def text_loss(model: Any, text_of: Pair, image_of: Pair, config: Any) -> float:
@@ -153,7 +160,7 @@ def text_loss(model: Any, text_of: Pair, image_of: Pair, config: Any) -> float:
 
     device = next(model.parameters()).device
     text = torch.from_numpy(read_text(text_of).copy()).long()
-    before, clip = text_of.mark or 0, image_of.clip
+    before, clip = text_of.mark or 0, _clip(image_of)
     image = torch.full((clip.tokens,), IMAGE)
     row = torch.cat([text[:before], image, text[before:], torch.tensor([END])]).to(device)[None]
     tokens, labels = row[:, :-1], row[:, 1:]

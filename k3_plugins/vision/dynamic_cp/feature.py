@@ -52,7 +52,7 @@ class DynamicCP:
         """Images were divided over the ranks of the first stage, if it had any and no other stage took them."""
         from megatron.core.utils import unwrap_model
 
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
         from k3_plugins.vision.training import step
 
         if not any(hasattr(chunk, step.ENCODER) for chunk in unwrap_model(model_chunks)):
@@ -61,7 +61,7 @@ class DynamicCP:
         return Witness(
             f"{SO_FAR.split} of {SO_FAR.clips} images split over {args.context_parallel_size} ranks, largest over mean"
             f" load {ratio:.3f} ({before:.3f} unsplit)",
-            ok=SO_FAR.batches > 0 or step.images_seen == 0 or "vision-bubble" in current().names,
+            ok=SO_FAR.batches > 0 or step.images_seen == 0 or "vision-bubble" in active().names,
             details={"clips": SO_FAR.clips, "split": SO_FAR.split, "load": ratio, "unsplit": before},
         )
 

@@ -103,7 +103,8 @@ class Layout:
                 table[number][piece.start : piece.stop] = held + np.arange(piece.patches)
             held += piece.patches
         send: list[Rows] = []
-        send_counts, receive_counts = [], []
+        send_counts: list[int] = []
+        receive_counts: list[int] = []
         for other in range(self.group_size):
             parts, received = [np.arange(0)], 0
             for number in self.split if other != rank else ():
@@ -127,7 +128,8 @@ class Layout:
         needs = {}
         for number in self.split:
             piece = self.piece(number, rank)
-            frames = {run.begin for run in (piece.runs() if piece else ()) if not covers_frame(run, piece.clip)}
+            runs = [] if piece is None else [run for run in piece.runs() if not covers_frame(run, piece.clip)]
+            frames = {run.begin for run in runs}
             size = self.clips[number].h * self.clips[number].w
             needs[number] = np.concatenate(
                 [np.arange(0), *(np.arange(frame * size, (frame + 1) * size) for frame in sorted(frames))]

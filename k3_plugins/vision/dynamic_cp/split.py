@@ -73,7 +73,8 @@ class _Plan:
     @classmethod
     def make(cls, layout: Layout, rank: int, across_time: bool, device: torch.device) -> _Plan:
         """Of the clips of ``layout``."""
-        message, table = None, {}
+        message: Message | None = None
+        table: dict[int, Rows] = {}
         if layout.split:
             needs = layout.time_needs if across_time else layout.space_needs
             message, table = layout.message(rank, {other: needs(other) for other in range(layout.group_size)})
@@ -149,8 +150,8 @@ class Split(Packed):
         outputs = [empty.flatten(1)]
         for part in plan.parts:
             if not part.jobs:
-                qkv = (x[part.rows] for x in (q, k, v))
-                outputs.append(attend_whole(*qkv, [part.clip], across_time=across_time))
+                whole = attend_whole(q[part.rows], k[part.rows], v[part.rows], [part.clip], across_time=across_time)
+                outputs.append(whole)
                 continue
             attended = []
             for job in part.jobs:
@@ -198,8 +199,8 @@ class Split(Packed):
         holder = np.zeros(layout.first_token[-1], dtype=np.int64)
         place = np.zeros_like(holder)
         for rank in range(layout.group_size):
-            held = [layout.first_token[n] + layout.tokens(n, rank) for n in range(len(layout.clips))]
-            held = np.concatenate([np.arange(0), *held])
+            by_clip = [layout.first_token[n] + layout.tokens(n, rank) for n in range(len(layout.clips))]
+            held = np.concatenate([np.arange(0), *by_clip])
             holder[held], place[held] = rank, np.arange(len(held))
         send = [place[rows[holder[rows] == self.rank]] for rows in wanted]
         sources = holder[wanted[self.rank]]
@@ -250,6 +251,7 @@ def _sum_over_frames(x: Tensor, piece: Piece) -> Tensor:
 
     parts = x.split([run.patches for run in runs])
     total = sum(padded(run, part) for run, part in zip(runs, parts, strict=True))
+    assert isinstance(total, Tensor), "a piece has at least one run"
     return total[torch.from_numpy(places - low).to(x.device)]
 
 

@@ -212,7 +212,7 @@ class MoonViT(MegatronModule):
     ) -> dict[str, Any]:
         """Megatron's distributed-checkpoint description; blocks are asked one by one, so that each tells its shards."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        state = {}
+        state: dict[str, Any] = {}
         for name, module in self._parts():
             state |= sharded_state_dict_default(
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.pg_collection.tp

@@ -85,7 +85,7 @@ class MoonViTFeature:
         """Patches went through the encoder of the first stage."""
         from megatron.core.utils import unwrap_model
 
-        from k3_plugins.activation import current
+        from k3_plugins.activation import active
         from k3_plugins.vision.training import step
 
         encoders = [getattr(chunk, step.ENCODER, None) for chunk in unwrap_model(model_chunks)]
@@ -94,7 +94,7 @@ class MoonViTFeature:
         if not any(encoder is not None for encoder in encoders):
             return Witness("no encoder on this pipeline stage", ok=True)
         # Then a rank may be left without a piece; those features' witnesses tell.
-        divided = not {"dynamic-cp", "vision-bubble"}.isdisjoint(current().names)
+        divided = not {"dynamic-cp", "vision-bubble"}.isdisjoint(active().names)
         return Witness(
             f"{layers} encoder blocks, {patches} patches encoded",
             ok=patches > 0 or step.images_seen == 0 or divided,

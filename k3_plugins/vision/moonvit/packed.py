@@ -71,8 +71,9 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, clips: Sequence[Clip], *, acro
     for clip in clips:
         rows = slice(start, start + clip.patches)
         start += clip.patches
-        qkv = [rearrange(part[rows], apart, t=clip.t) for part in (q, k, v)]
-        parts.append(rearrange(scaled_dot_product_attention(*qkv), together, t=clip.t))
+        queries, keys, values = (rearrange(part[rows], apart, t=clip.t) for part in (q, k, v))
+        attended = scaled_dot_product_attention(queries, keys, values)
+        parts.append(rearrange(attended, together, t=clip.t))
     return torch.cat(parts)
 
 
