@@ -213,7 +213,7 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
             ) from error
     _explain_values(parser)
     active = [feature.name for feature in features]
-    parser.error = functools.partial(_explain, parser, active)
+    parser.error = functools.partial(_explain, parser, active)  # type: ignore[method-assign]  # of this parser alone
     for feature in features:
         if hasattr(feature, "argument_defaults"):
             _set_defaults(parser, feature.argument_defaults(), f"feature {feature.name!r}")

@@ -157,7 +157,7 @@ def _doors(found: Diagnosis, megatron: MegatronFound | None) -> None:
     else:
         state = f"not applied; bash patches/apply.sh {script.parent}"
     found.doors.append({"door": "pretrain_gpt.py with the source patch", "state": state})
-    if script is not None and script.is_file():
+    if megatron is not None and script is not None and script.is_file():
         _helpers(found, megatron.root / "megatron" / "core" / "datasets")
 
 

@@ -6,13 +6,19 @@ and every flag of ``k3_plugins.pretrain_gpt``, with ``--k3-plugins ...,attnres``
 pre-trained multi-token-prediction layer becomes the draft; the model itself is the target and does not change.
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import sys
 import time
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from k3_plugins.finetune_gpt import PER_TOKEN
+
+if TYPE_CHECKING:
+    from k3_plugins.activation import Activation
 
 _PROGRAM_START = time.time()  # before the heavy imports, for Megatron's start-up report
 
@@ -51,7 +57,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def train(own: Namespace, activation: object) -> None:
+def train(own: Namespace, activation: Activation | None) -> None:
     """Megatron's ``pretrain`` on the draft, then the check of the target."""
     from megatron.core.enums import ModelType
     from megatron.training import pretrain, print_rank_0, set_startup_timestamps
@@ -82,7 +88,7 @@ def train(own: Namespace, activation: object) -> None:
         print_rank_0(line)
 
 
-def check(own: Namespace, args: Namespace, activation: object) -> bool:
+def check(own: Namespace, args: Namespace, activation: Activation | None) -> bool:
     """End with exit code 2 if there is no target or no layer to train, or flags ask for what this door does not do.
 
     Returns:
@@ -94,7 +100,7 @@ def check(own: Namespace, args: Namespace, activation: object) -> bool:
 
     names = set() if activation is None else set(activation.names)
     blocks = None
-    if "attnres" in names:
+    if activation is not None and "attnres" in names:
         from k3_plugins.transformer.attention_residuals.config import max_sources
 
         size = activation.configs["attnres"].attn_res_block_size

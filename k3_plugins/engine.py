@@ -281,9 +281,9 @@ def hear_witnesses(activation: Activation, model: Any) -> dict[str, Witness]:
         witnesses["engine"] = Witness(str(error), ok=False)
     by_rank = [witnesses]
     if dist.is_initialized():
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, {name: (item.summary, item.ok) for name, item in witnesses.items()})
-        by_rank = [{name: Witness(*item) for name, item in answers.items()} for answers in by_rank]
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, {name: (item.summary, item.ok) for name, item in witnesses.items()})
+        by_rank = [{name: Witness(*item) for name, item in answers.items()} for answers in gathered]
     if activation.abort_channel is not None:
         activation.abort_channel.stop()
         activation.abort_channel = None

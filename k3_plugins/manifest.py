@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ def check_load(args: Any, activation: Activation) -> list[str]:
             return []
         if activation.control.allow_empty_load:
             return [f"--load {args.load} holds no checkpoint: starting from scratch (--k3-allow-empty-load)"]
-        require_checkpoint(args)
+        raise _no_checkpoint(args)
     notes = compare(found, activation)
     if not (args.no_load_optim or args.finetune or found.weights_only):
         _check_optimizer(found, activation.names)
@@ -236,10 +236,14 @@ def require_checkpoint(args: Any) -> None:
         FeatureError: if it does not.
     """
     if args.load is not None and _to_be_loaded(args) is None:
-        raise FeatureError(
-            f"--load {args.load} holds no checkpoint (no {_TRACKER} there). Correct the path; or remove --load to "
-            "start from scratch; or add --k3-allow-empty-load if this folder is filled by --save later"
-        )
+        raise _no_checkpoint(args)
+
+
+def _no_checkpoint(args: Any) -> FeatureError:
+    return FeatureError(
+        f"--load {args.load} holds no checkpoint (no {_TRACKER} there). Correct the path; or remove --load to "
+        "start from scratch; or add --k3-allow-empty-load if this folder is filled by --save later"
+    )
 
 
 def _to_be_loaded(args: Any) -> Found | None:
@@ -320,7 +324,7 @@ def _check_optimizer(found: Found, active: Sequence[str]) -> None:
 
 def _check_expert_optimizer(found: Found, args: Any, activation: Activation) -> None:
     """Experts that are reduced over ranks of their own have an optimizer of their own, which Megatron does not add."""
-    saved, now = found.manifest.get("layout"), activation.layout
+    saved, now = (found.manifest or {}).get("layout"), activation.layout
     if not saved or not now or args.num_experts is None:
         return
     before, after = _experts_apart(saved), _experts_apart(now)
@@ -435,5 +439,5 @@ def refuse_without_features(load: str, step: str | None, optimizer: bool = True)
         _check_optimizer(found, ())
 
 
-def _all_flags(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+def _all_flags(entries: Iterable[Mapping[str, Any]]) -> list[str]:
     return [word for entry in entries for word in entry["flags"]]

@@ -88,7 +88,7 @@ def embedding_ranks(pp_ranks: list[int]) -> list[int]:
     return sorted(ranks)
 
 
-def write_report(args: object) -> None:
+def write_report(args: Namespace) -> None:
     """Draw the loss curves and write the JSON summary beside the TensorBoard files, where Megatron wrote them.
 
     Megatron's writer lives on the last rank, so that rank knows the scalars are flushed.

@@ -15,10 +15,16 @@ and every flag of ``k3_plugins.pretrain_gpt`` but those of its data. Needs ``--k
 are masked from the next-token loss; texts are bytes (``--tokenizer-type NullTokenizer --vocab-size 258``).
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 import time
 from argparse import Namespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from k3_plugins.activation import Activation
 
 _PROGRAM_START = time.time()  # before the heavy imports, for Megatron's start-up report
 
@@ -56,7 +62,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
     return parser.parse_known_args(argv)
 
 
-def train(own: Namespace, activation: object) -> None:
+def train(own: Namespace, activation: Activation | None) -> None:
     """Megatron's ``pretrain`` over pairs, then the run's report on the last rank."""
     from megatron.core.enums import ModelType
     from megatron.training import get_args, pretrain, set_startup_timestamps
@@ -74,6 +80,7 @@ def train(own: Namespace, activation: object) -> None:
     if own.vision_reader == "energon":
         args.dataloader_type, args.dataloader_save = "external", own.dataloader_save
     source = PairSource(own.vision_text, own.vision_text_alone, own.vision_skip_bad, own.vision_reader)
+    assert activation is not None, "check() asks for moonvit"
     vit = activation.configs["moonvit"]
     model = gpt_config_from_args(args)
     model.pre_wrap_hooks.append(attach_encoder(vit))
@@ -87,7 +94,7 @@ def train(own: Namespace, activation: object) -> None:
     write_report(get_args())
 
 
-def check(own: Namespace, args: Namespace, activation: object) -> None:
+def check(own: Namespace, args: Namespace, activation: Activation | None) -> None:
     """End with exit code 2 if the encoder or the data is not named, or flags ask for what this door does not do."""
     from k3_plugins.failure import fail
     from k3_plugins.vision.training.tokens import SIZE
@@ -135,7 +142,7 @@ def check(own: Namespace, args: Namespace, activation: object) -> None:
             fail(text, at_once=args.world_size > 1)
 
 
-def energon_problems(own: Namespace, args: Namespace, activation: object) -> list[tuple[bool, str]]:
+def energon_problems(own: Namespace, args: Namespace, activation: Activation | None) -> list[tuple[bool, str]]:
     """What does not go with ``--vision-reader energon``."""
     from k3_plugins.compat.optional import require
     from k3_plugins.feature import FeatureError
