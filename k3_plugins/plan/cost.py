@@ -93,7 +93,7 @@ def sent_bytes(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...
         sent["PP"] = 2 * rows * own * d * 2 * m
     counts = chunk_parameters(config, layout.tp, layout.ep, sizes)[rank :: layout.pp]
     # gradients in fp32 to their shards (once per group of micro-batches with ZeRO-2), parameters back in bf16
-    rounds = max(1, m / layout.pp) if options.pipeline_zero2 and layout.vpp > 2 else 1
+    rounds = max(1, m / layout.pp) if options.pipeline_zero2 else 1
     for kind, ranks in ((0, layout.dp * layout.cp), (1, layout.expert_dp)):
         sent["DP"] += (4 * rounds + 2) * sum(count[kind] for count in counts) * _share(ranks)
     return sent

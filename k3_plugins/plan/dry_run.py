@@ -6,7 +6,7 @@ Lets the features and Megatron check the flags as in a job of so many ranks, the
 (every argument that differs from Megatron's default), the parallel layout with the layers of every stage, and the
 memory plan by kind and pipeline rank. Exit code 0: it would start, and fits unless there is no memory plan, which is
 said with the reason; 1: it does not fit by the estimate; 2: it would not start, with the reasons. Data and checkpoints
-are not looked for, and host memory has no limit. Assumptions: ``python -m k3_plugins.plan --help``.
+are not looked for. Assumptions: ``python -m k3_plugins.plan --help``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from k3_plugins.plan.from_arguments import changed, job_of, layers_per_chunk, la
 from k3_plugins.plan.memory import Memory, of_rank
 from k3_plugins.plan.report import GB, memory_table
 
-DOORS = ("k3_plugins.pretrain_gpt", "k3_plugins.pretrain_vlm", "k3_plugins.finetune_gpt")
+DRAFT = "k3_plugins.draft_gpt"
+DOORS = ("k3_plugins.pretrain_gpt", "k3_plugins.pretrain_vlm", "k3_plugins.finetune_gpt", DRAFT)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--ranks", type=positive, required=True, help="GPUs of the job")
     result.add_argument("--gpu-memory", type=amount, default=80.0, metavar="GB", help="of one GPU (default 80)")
+    result.add_argument("--host-memory", type=amount, default=128.0, metavar="GB", help="per GPU (default 128)")
     result.add_argument("--reserve-memory", type=amount, default=6.4, metavar="GB", help="set aside (default 6.4)")
     result.add_argument("--door", choices=DOORS, default=DOORS[0], help="the program to start (default pretrain_gpt)")
     result.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
@@ -79,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found.arguments.k3_plugins, found.arguments.k3_model = ",".join(control.plugins), control.model
     features = [line["name"] for line in found.features]
     try:
+        if own.door == DRAFT:
+            raise FeatureError("it describes a model that is trained whole, a draft's target is frozen")
         plan = memory_plan(found.arguments, features, control.model, own.reserve_memory * GB)
     except FeatureError as error:
         plan, refusal = None, str(error)
@@ -89,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own.json:
         with replacing(own.json) as temporary:
             temporary.write_text(json.dumps(_values(found, configuration, features, plan), indent=1) + "\n")
-    return int(plan is not None and max(memory.total for memory in plan["memory"]) > own.gpu_memory * GB)
+    return int(plan is not None and not all(_fits(memory, own) for memory in plan["memory"]))
+
+
+def _fits(memory: Memory, own: argparse.Namespace) -> bool:
+    return memory.total <= own.gpu_memory * GB and memory.host <= own.host_memory * GB
 
 
 def without_own(door: str, flags: list[str]) -> list[str]:
@@ -169,6 +177,12 @@ def _show(
     fullest: Memory = max(plan["memory"], key=lambda memory: memory.total)
     verdict = "fits" if fullest.total <= own.gpu_memory * GB else "does NOT fit"
     console.print(f"{fullest.total / GB:.1f} GB on pipeline rank {fullest.rank}: {verdict} in {own.gpu_memory:g} GB")
+    most: Memory = max(plan["memory"], key=lambda memory: memory.host)
+    if most.host:
+        verdict = "fits" if most.host <= own.host_memory * GB else "does NOT fit"
+        console.print(
+            f"{most.host / GB:.1f} GB of host memory on pipeline rank {most.rank}: {verdict} in {own.host_memory:g} GB"
+        )
     for note in plan["notes"]:
         console.print(f"note: {escape(note)}")
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from k3_plugins.feature import FeatureError
 from k3_plugins.models.kimi_k3.config import KimiK3Config, preset
 from k3_plugins.plan.layout import Job, Layout
-from k3_plugins.plan.memory import Options
+from k3_plugins.plan.memory import Encoder, Options
+from k3_plugins.vision.moonvit.config import MoonViTConfig
 
 SIZES = {
     "hidden_size": "hidden_size",
@@ -50,6 +52,8 @@ def model_of(args: Namespace, name: str | None) -> KimiK3Config:
     elif args.moe_shared_expert_intermediate_size and values["expert_ffn_hidden_size"]:
         values["num_shared_experts"] = args.moe_shared_expert_intermediate_size // values["expert_ffn_hidden_size"]
     vocabulary = args.padded_vocab_size or args.vocab_size or base.vocab_size
+    if hasattr(args, "moonvit_hidden_size"):
+        values["vision"] = MoonViTConfig(**{field.name: getattr(args, field.name) for field in fields(MoonViTConfig)})
     config = base.scaled(**values, vocab_size=vocabulary)
     for flag, written, derived in (
         ("--linear-attention-freq", args.linear_attention_freq, config.attention_pattern),
@@ -127,25 +131,41 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
             f"--activation-policy {rules!r}: counted as if everything were kept; train a step with --activation-report"
             " and see python -m k3_plugins.memory.report"
         )
-    if not args.bf16:
-        notes.append("counted as bf16 weights and activations with fp32 gradients and states; --bf16 is not given")
-    if not args.use_distributed_optimizer:
-        notes.append("counted with optimizer states sharded over DP; --use-distributed-optimizer is not given")
-    if "per-head-muon" in features:
-        notes.append("optimizer states counted as AdamW's 12 bytes; Muon's matrices take 8")
-    if args.mtp_num_layers:
-        notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the layers of multi-token prediction are not counted")
+    encoder: Encoder = "none"
     if "moonvit" in features:
-        notes.append("the vision encoder is not counted")
-    on_host = getattr(args, "zero2_optimizer_device", None) == "cpu" or args.optimizer_cpu_offload
+        encoder = "every stage" if "vision-bubble" in features else "first stage"
+        if encoder == "every stage" and "pipeline-zero2" in features:
+            encoder = "every stage and a copy"
+        notes.append("activations of the vision encoder depend on the images and are not counted")
+    if args.mtp_num_layers and getattr(args, "mtp_use_repeated_layer", False):
+        notes.append("--mtp-use-repeated-layer: its weights are counted for every depth")
+    half = args.bf16 or args.fp16
+    fp32_gradients = not half or args.accumulate_allreduce_grads_in_fp32
+    master, moment = _state_bytes(args, half)
     options = Options(
         policy=policy,
         pipeline_zero2="pipeline-zero2" in features,
-        optimizer_on_host=bool(on_host),
+        optimizer_on_host=getattr(args, "zero2_optimizer_device", None) == "cpu" or args.optimizer_cpu_offload,
         moonep="moonep" in features,
         reserve=reserve,
+        element_bytes=2.0 if half else 4.0,
+        gradient_bytes=4.0 if fp32_gradients else 2.0,
+        state_bytes=master + 2 * moment,
+        muon_state_bytes=master + moment if "per-head-muon" in features else None,
+        sharded_states=args.use_distributed_optimizer,
+        mtp_layers=args.mtp_num_layers or 0,
+        encoder=encoder,
+        encoder_trained=not getattr(args, "moonvit_frozen", False),
     )
     return options, notes
+
+
+def _state_bytes(args: Namespace, half: bool) -> tuple[float, float]:
+    """Of an element: its master weight, which fp32 weights are themselves, and one moment."""
+    if args.use_precision_aware_optimizer:
+        moments = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+        return float(args.main_params_dtype.itemsize), moments / 2
+    return (4.0 if half else 0.0), 4.0
 
 
 def changed(args: Namespace, defaults: Namespace) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Bytes on a GPU by kind, for every pipeline rank of a layout. Estimates: each term says what it counts.
 
 Activations under sequence parallelism are cut over TP throughout, and over CP; "token" below is one token of a rank's
-share before that cut. Widths are in elements of bf16 (2 bytes) unless said otherwise. Counted is what the backward
-needs with the GPU kernels (fla, flash attention, grouped GEMM); kernels' own workspaces are in ``--reserve-memory``.
+share before that cut. Widths are in elements of bf16 (2 bytes) unless said otherwise; fp32 training doubles them, also
+the few that are fp32 anyway. Counted is what the backward needs with the GPU kernels (fla, flash attention, grouped
+GEMM); kernels' own workspaces are in ``--reserve-memory``.
 """
 
 from __future__ import annotations
@@ -10,16 +11,40 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.pipeline_parallel.attnres_payload.plan import PipelinePlan
 from k3_plugins.plan.layout import Job, Layout, in_flight, padded_vocabulary
-from k3_plugins.plan.parameters import Part, first_parts, kda_sizes, last_parts, layer_parts, on_rank
+from k3_plugins.plan.parameters import (
+    Part,
+    first_parts,
+    kda_sizes,
+    last_parts,
+    layer_parts,
+    mtp_parts,
+    on_rank,
+    orthogonalised,
+    vision,
+)
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "residual blocks", "MoonEP slots", "logits", "reserve")
+KINDS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "vision encoder",
+    "activations",
+    "residual blocks",
+    "MoonEP slots",
+    "logits",
+    "reserve",
+)
 POLICIES = ("keep", "selective", "full", "full+cpu")
 """What stays for the backward: everything; all but norms, activations and up-projections; the input of a layer; that
 input in host memory, but for two layers."""
+
+Encoder = Literal["none", "first stage", "every stage", "every stage and a copy"]
+"""Where the vision encoder stands: vision-bubble puts it on every stage, pipeline-zero2 a copy beside the model's."""
 
 KDA_CHUNK = 64
 """Tokens in a chunk of the KDA kernels, which keep two [chunk, chunk] matrices per head and chunk."""
@@ -35,12 +60,27 @@ class Options:
     moonep: bool = True
     reserve: float = 6 * 2**30
     """CUDA context, communication buffers, workspaces, fragmentation."""
+    element_bytes: float = 2.0
+    """Of a weight and of an activation."""
+    gradient_bytes: float = 4.0
+    state_bytes: float = 12.0
+    """Of an element's optimizer states under AdamW: the moments, and the master weight unless the weight is it."""
+    muon_state_bytes: float | None = None
+    """The same for what Per-Head Muon updates, which has one momentum; None without that feature."""
+    sharded_states: bool = True
+    """Over data and context parallelism."""
+    mtp_layers: int = 0
+    """Depths of multi-token prediction, on the last stage."""
+    encoder: Encoder = "none"
+    encoder_trained: bool = True
 
 
-def _count(parts: Iterable[Part], config: KimiK3Config, tp: int, ep: int) -> tuple[int, int]:
+def _count(parts: Iterable[Part], config: KimiK3Config, tp: int, ep: int, muon_only: bool) -> tuple[int, int]:
     dense = experts = 0
     padded = padded_vocabulary(config.vocab_size, tp)
     for part in parts:
+        if muon_only and not orthogonalised(part):
+            continue
         count = on_rank(part, tp, ep, config.vocab_size, padded)
         if part.sharding == "expert":
             experts += count
@@ -50,14 +90,26 @@ def _count(parts: Iterable[Part], config: KimiK3Config, tp: int, ep: int) -> tup
 
 
 @functools.lru_cache(maxsize=4096)
-def chunk_parameters(config: KimiK3Config, tp: int, ep: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """(dense, expert) parameters on one rank, for every chunk of these numbers of layers."""
-    layers = [_count(layer_parts(config, layer), config, tp, ep) for layer in range(config.num_layers)]
+def chunk_parameters(
+    config: KimiK3Config, tp: int, ep: int, sizes: tuple[int, ...], mtp_layers: int = 0, muon_only: bool = False
+) -> tuple[tuple[int, int], ...]:
+    """(dense, expert) parameters on one rank, for every chunk of these numbers of layers.
+
+    Args:
+        mtp_layers: depths of multi-token prediction, in the last chunk.
+        muon_only: count what Per-Head Muon updates.
+    """
+    layers = [
+        _count(layer_parts(config, layer), config, tp, ep, muon_only) for layer in range(config.num_layers)
+    ]
+    ends = {0: first_parts(config)}
+    last = last_parts(config) + mtp_parts(config) * mtp_layers
+    if mtp_layers and len(sizes) > 1:
+        last += first_parts(config)  # its own copy of the embedding
+    ends[len(sizes) - 1] = ends.get(len(sizes) - 1, []) + last
     counts, start = [], 0
     for chunk, size in enumerate(sizes):
-        held = layers[start : start + size]
-        held += [_count(first_parts(config), config, tp, ep)] if chunk == 0 else []
-        held += [_count(last_parts(config), config, tp, ep)] if chunk == len(sizes) - 1 else []
+        held = layers[start : start + size] + [_count(ends.get(chunk, []), config, tp, ep, muon_only)]
         counts.append((sum(dense for dense, _ in held), sum(experts for _, experts in held)))
         start += size
     return tuple(counts)
@@ -104,10 +156,10 @@ def feed_forward_width(config: KimiK3Config, layer: int, selective: bool, moonep
 def layer_bytes(config: KimiK3Config, layer: int, options: Options) -> float:
     """Activation bytes per token of a layer under a policy."""
     if options.policy in ("full", "full+cpu"):
-        return 2.0 * config.hidden_size
+        return options.element_bytes * config.hidden_size
     selective = options.policy == "selective"
     widths = attention_width(config, layer, selective)
-    return 2.0 * (widths + feed_forward_width(config, layer, selective, options.moonep))
+    return options.element_bytes * (widths + feed_forward_width(config, layer, selective, options.moonep))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,8 +167,10 @@ def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) 
     """Activation bytes per token of every chunk, and of its largest layer."""
     layers = [layer_bytes(config, layer, options) for layer in range(config.num_layers)]
     counts, start = [], 0
-    for size in sizes:
+    for chunk, size in enumerate(sizes):
         held = layers[start : start + size]
+        if chunk == len(sizes) - 1:
+            held += layers[-1:] * options.mtp_layers
         counts.append((sum(held), max(held)))
         start += size
     return tuple(counts)
@@ -152,17 +206,24 @@ def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], 
     """
     config = job.config
     own = range(rank, layout.chunks, layout.pp)
-    counts = chunk_parameters(config, layout.tp, layout.ep, sizes)
+    counts = chunk_parameters(config, layout.tp, layout.ep, sizes, options.mtp_layers)
     dense, experts = sum(counts[chunk][0] for chunk in own), sum(counts[chunk][1] for chunk in own)
     local, largest_chunk = dense + experts, max(sum(counts[chunk]) for chunk in own)
-    states = 12.0 * (dense / (layout.dp * layout.cp) + experts / layout.expert_dp)  # fp32 master and two moments
+    # ranks that share the states of dense parameters, and of experts
+    sharing, expert_sharing = (layout.dp * layout.cp, layout.expert_dp) if options.sharded_states else (1, 1)
+    states = options.state_bytes * (dense / sharing + experts / expert_sharing)
+    if options.muon_state_bytes is not None:
+        muon = chunk_parameters(config, layout.tp, layout.ep, sizes, options.mtp_layers, muon_only=True)
+        smaller = sum(muon[chunk][0] for chunk in own) / sharing + sum(muon[chunk][1] for chunk in own) / expert_sharing
+        states -= (options.state_bytes - options.muon_state_bytes) * smaller
     shard = 4.0 * (dense / (layout.dp * layout.cp) + experts / layout.expert_dp)
-    zero2 = options.pipeline_zero2 and layout.vpp > 2
     device = dict.fromkeys(KINDS, 0.0)
-    device["weights"] = 2.0 * local
-    device["gradients"] = 4.0 * (2 * largest_chunk if zero2 else local)
+    device["weights"] = options.element_bytes * local
+    device["gradients"] = options.gradient_bytes * (min(2 * largest_chunk, local) if options.pipeline_zero2 else local)
     device["optimizer"] = 0.0 if options.optimizer_on_host else states
-    host = (shard if zero2 else 0.0) + (states if options.optimizer_on_host else 0.0)
+    host = (shard if options.pipeline_zero2 else 0.0) + (states if options.optimizer_on_host else 0.0)
+    device["vision encoder"], encoder_host = _encoder(config, options, rank, sharing)
+    host += encoder_host
 
     tokens = job.context * layout.micro_batch / (layout.cp * layout.tp)
     passes = in_flight(layout, rank)
@@ -172,7 +233,8 @@ def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], 
         # the layer whose backward runs is there in full
         whole = chunk_bytes(config, replace(options, policy="keep"), sizes)
         widest = max(whole[chunk][1] for chunk in own) * tokens
-        resident = stored if options.policy == "full" else min(stored, 2 * 2.0 * config.hidden_size * tokens)
+        two_layers = 2 * options.element_bytes * config.hidden_size * tokens
+        resident = stored if options.policy == "full" else min(stored, two_layers)
         host += stored - resident
         device["activations"] = resident + widest
     else:
@@ -180,15 +242,28 @@ def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], 
     if config.attn_res_block_size is not None and layout.pp > 1:
         hops = rows_per_hop(config.attn_res_block_size, layout.pp, sizes)
         arriving = sum(hops[chunk - 1] for chunk in own if chunk) / layout.vpp
-        device["residual blocks"] = 2.0 * config.hidden_size * tokens * arriving * passes
+        device["residual blocks"] = options.element_bytes * config.hidden_size * tokens * arriving * passes
     if options.moonep and config.num_experts is not None and layout.ep > 1:
         # as many slots as home experts, weights and gradients of one layer at a time
         width = config.moe_latent_size or config.hidden_size
         slots = config.num_experts // layout.ep * 3 * width * config.expert_ffn_hidden_size
-        device["MoonEP slots"] = 2.0 * 2 * slots
+        device["MoonEP slots"] = 2 * options.element_bytes * slots
     if layout.chunks - 1 in own:
-        # bf16 logits and their fp32 softmax; sequence shards are gathered before the output layer
+        # logits and their fp32 softmax; sequence shards are gathered before the output layer
         vocabulary = padded_vocabulary(config.vocab_size, layout.tp) / layout.tp
-        device["logits"] = (2.0 + 4.0) * vocabulary * tokens * layout.tp
+        device["logits"] = (options.element_bytes + 4.0) * vocabulary * tokens * layout.tp * (1 + options.mtp_layers)
     device["reserve"] = options.reserve
     return Memory(rank, device, host)
+
+
+def _encoder(config: KimiK3Config, options: Options, rank: int, sharing: int) -> tuple[float, float]:
+    """Device and host bytes of the vision encoder's weights, gradients and states; TP, CP and EP do not cut it."""
+    if options.encoder == "none" or (rank and options.encoder == "first stage"):
+        return 0.0, 0.0
+    gradients = options.gradient_bytes if options.encoder_trained else 0.0
+    in_model = vision(config) * (options.element_bytes + gradients) if rank == 0 else 0.0
+    copied = rank > 0 or options.encoder == "every stage and a copy"
+    copy = vision(config) * (options.element_bytes + (4.0 if options.encoder_trained else 0.0)) if copied else 0.0
+    states = vision(config) * options.state_bytes / sharing if rank == 0 and options.encoder_trained else 0.0
+    on_host = states if options.optimizer_on_host else 0.0
+    return in_model + copy + states - on_host, on_host

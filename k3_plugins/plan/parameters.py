@@ -123,6 +123,27 @@ def last_parts(config: KimiK3Config) -> list[Part]:
     return [*parts, Part("output layer", config.vocab_size * d, "vocabulary")]
 
 
+def mtp_parts(config: KimiK3Config) -> list[Part]:
+    """One depth of multi-token prediction: a layer like the model's last, behind a projection of two normalised inputs.
+
+    Its output layer and, where the first stage is on the same rank, its embedding are the model's own.
+    """
+    d = config.hidden_size
+    parts = [
+        Part("MTP projection", 2 * d * d, "tensor"),
+        Part("MTP norms", 3 * d, "replicated", multiplied=False),
+        *layer_parts(config, config.num_layers - 1),
+    ]
+    if config.attn_res_block_size is not None:
+        parts.append(Part("attention residuals", 2 * d, "replicated", multiplied=False))
+    return parts
+
+
+def orthogonalised(part: Part) -> bool:
+    """Whether Per-Head Muon updates the part: every weight matrix but those of the vocabulary and the convolutions."""
+    return part.multiplied and part.sharding != "vocabulary" and part.name != "KDA convolutions"
+
+
 def all_parts(config: KimiK3Config) -> list[Part]:
     """Every part of the model, layer after layer."""
     layers = [part for layer in range(config.num_layers) for part in layer_parts(config, layer)]

@@ -50,12 +50,12 @@ def _flops_by_kind(config: KimiK3Config, context: int) -> dict[str, float]:
 def flags(job: Job, found: Found, name: str) -> list[str]:
     """The words that give a job of this preset this layout."""
     layout, config = found.layout, job.config
-    zero2 = found.options.pipeline_zero2 and layout.vpp > 2
     on_host = found.options.policy == "full+cpu"
     features = list(config.required_features)
     if config.num_experts is not None:
         features += ["quantile-balancing", *(["moonep"] if found.options.moonep else [])]
-    features += [*(["pipeline-zero2"] if zero2 else []), *(["activation-manager"] if on_host else [])]
+    features += ["pipeline-zero2"] if found.options.pipeline_zero2 else []
+    features += ["activation-manager"] if on_host else []
     words: list[str | int] = ["--k3-model", name, "--k3-plugins", ",".join(features)]
     if on_host:
         # `decoder` names the inputs that full recomputation keeps
@@ -192,8 +192,13 @@ def memory_table(memories: Sequence[Memory], title: str) -> Any:
         table.add_column(kind, justify="right", overflow="fold")
     for memory in memories if len(memories) <= 8 else (*memories[:4], *memories[-4:]):
         cells = [memory.device[kind] for kind in kinds] + [memory.total, memory.host]
-        table.add_row(str(memory.rank), *(f"{cell / GB:.1f}" for cell in cells))
+        table.add_row(str(memory.rank), *(_gigabytes(cell) for cell in cells))
     return table
+
+
+def _gigabytes(size: float) -> str:
+    """With one decimal; small models with two digits."""
+    return f"{size / GB:.1f}" if size >= GB / 10 or not size else f"{size / GB:.2g}"
 
 
 def draw(job: Job, result: Result, device_bytes: float, top: int, name: str, output: Path) -> None:

@@ -69,7 +69,8 @@ def search(
             splits[layout.chunks] = tuple(split_layers(job.layer_flops, job.last_flops, layout.chunks))
         sizes = splits[layout.chunks]
         for policy in policies:
-            options = replace(base, policy=policy)
+            # two buffers save something where there are more chunks
+            options = replace(base, policy=policy, pipeline_zero2=base.pipeline_zero2 and layout.vpp > 2)
             memory = tuple(of_rank(job, layout, options, sizes, rank) for rank in range(layout.pp))
             fits = max(m.total for m in memory) <= device_bytes and max(m.host for m in memory) <= host_bytes
             if fits:

@@ -4,10 +4,15 @@ import json
 from argparse import Namespace
 
 import pytest
+import torch
 
+from k3_plugins.models.kimi_k3.config import PRESETS
 from k3_plugins.plan import __main__ as plan
+from k3_plugins.plan import parameters
 from k3_plugins.plan.dry_run import DOORS, without_own
 from k3_plugins.plan.from_arguments import options_of
+from k3_plugins.plan.layout import Job, Layout
+from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
 from tests.harness.launch import launch
 
 DRY_RUN = "k3_plugins.plan.dry_run"
@@ -45,23 +50,73 @@ def test_a_doors_own_flags_are_no_flags_of_megatron():
     left = {door: without_own(door, [*own, "--seq-length", "8"]) for door in DOORS}
     assert left.pop("k3_plugins.pretrain_gpt") == [*own, "--seq-length", "8"]
     assert left.pop("k3_plugins.pretrain_vlm") == [*own[-3:], "--seq-length", "8"]
-    assert left.pop("k3_plugins.finetune_gpt") == [*own[:3], "--seq-length", "8"] and not left
+    assert left.pop("k3_plugins.finetune_gpt") == [*own[:3], "--seq-length", "8"]
+    assert left.pop("k3_plugins.draft_gpt") == [*own, "--seq-length", "8"] and not left
+
+
+PLAIN = {
+    "recompute_granularity": None,
+    "bf16": True,
+    "fp16": False,
+    "accumulate_allreduce_grads_in_fp32": True,
+    "use_distributed_optimizer": True,
+    "use_precision_aware_optimizer": False,
+    "mtp_num_layers": None,
+    "optimizer_cpu_offload": False,
+}
+
+
+def options(*features, **changes):
+    return options_of(Namespace(**PLAIN | changes), features, 0.0)
 
 
 def test_what_the_estimate_does_not_count_is_said():
-    plain = {"recompute_granularity": None, "bf16": True, "use_distributed_optimizer": True, "mtp_num_layers": None,
-             "optimizer_cpu_offload": False}  # fmt: skip
-    assert options_of(Namespace(**plain), (), 0.0)[1] == []
-    changed = plain | {"bf16": False, "use_distributed_optimizer": False, "mtp_num_layers": 1}
-    _, notes = options_of(Namespace(**changed, activation_policy="mlp=fp8"), ("per-head-muon", "moonvit"), 0.0)
-    said = ("--activation-policy 'mlp=fp8'", "--bf16 is", "--use-distributed-optimizer is", "--mtp-num-layers 1")
-    said += ("Muon", "vision encoder")
+    assert options()[1] == []
+    _, notes = options("moonvit", mtp_num_layers=2, mtp_use_repeated_layer=True, activation_policy="mlp=fp8")
+    said = ("--activation-policy 'mlp=fp8'", "--mtp-use-repeated-layer", "activations of the vision encoder")
     assert len(notes) == len(said) and all(any(word in note for note in notes) for word in said)
+
+
+def test_bytes_of_an_element_follow_from_the_flags():
+    def found(*features, **changes):
+        plan = options(*features, **changes)[0]
+        return plan.element_bytes, plan.gradient_bytes, plan.state_bytes, plan.muon_state_bytes
+
+    assert found() == (2, 4, 12, None)
+    assert found("per-head-muon") == (2, 4, 12, 8)
+    assert found("per-head-muon", bf16=False) == (4, 4, 8, 4)  # an fp32 weight is its own master
+    assert found(accumulate_allreduce_grads_in_fp32=False) == (2, 2, 12, None)
+    narrow = {"main_params_dtype": torch.float32, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
+    assert found(use_precision_aware_optimizer=True, **narrow) == (2, 4, 4 + 2 + 1, None)
+
+
+def test_encoder_and_states_in_the_memory_of_a_rank():
+    """Two stages, two chunks each: the encoder's model copy, its replicas, what is sharded and what is not."""
+    config = PRESETS["kimi_k3"].scaled(num_layers=4)
+    job, layout = Job(config, 4, 64, 8), Layout(1, 1, 2, 2, 1, 2, 1, 4)
+    size = parameters.vision(config)
+    counts, muon = (chunk_parameters(config, 1, 1, (1,) * 4, muon_only=only)[0::2] for only in (False, True))
+    dense, experts = (sum(count[kind] for count in counts) for kind in (0, 1))
+    less = sum(count[kind] for count in muon for kind in (0, 1))
+
+    def device(rank=0, **changes):
+        return of_rank(job, layout, Options(policy="keep", pipeline_zero2=False, **changes), (1,) * 4, rank).device
+
+    assert device(encoder="first stage")["vision encoder"] == size * (2 + 4 + 12 / 2)
+    assert device(1, encoder="first stage")["vision encoder"] == 0
+    assert device(1, encoder="every stage")["vision encoder"] == size * (2 + 4)
+    assert device(encoder="every stage and a copy")["vision encoder"] == size * (2 + 4 + 12 / 2) + size * (2 + 4)
+    assert device(1, encoder="every stage", encoder_trained=False)["vision encoder"] == size * 2
+    assert device(sharded_states=False)["optimizer"] == 12 * (dense + experts)
+    assert device(muon_state_bytes=8.0)["optimizer"] == (12 * (dense + experts) - 4 * less) / 2
+    assert device(element_bytes=4.0)["activations"] == 2 * device()["activations"]
 
 
 def test_what_does_not_fit_ends_with_1_and_what_does_not_start_with_2(planned):
     small = run(GPUS, *planned["flags"], *TRAINING, own=["--gpu-memory", "40"])
     assert small.rc == 1 and "does NOT fit in 40 GB" in small.logs[0]
+    full_host = run(GPUS, *planned["flags"], *TRAINING, own=["--host-memory", "1"])
+    assert full_host.rc == 1 and "of host memory" in full_host.logs[0] and "does NOT fit in 1 GB" in full_host.logs[0]
     odd = run(GPUS - 1, *planned["flags"], *TRAINING)
     assert odd.rc == 2 and "k3_plugins: error:" in odd.logs[0] and "Traceback" not in odd.logs[0]
     bare = run(8, "--num-layers", "4")

@@ -1,5 +1,7 @@
 """Counts of the planner against published totals, against `transformers`, and against what Megatron builds."""
 
+import json
+import math
 import re
 
 import pytest
@@ -54,10 +56,14 @@ def test_kimi_linear_has_the_parameters_that_transformers_builds():
 
 
 @pytest.mark.parametrize(
-    ("model", "features", "tp", "pp", "ep"),
-    [("kimi_k3_moe_tiny", "k3", 2, 2, 2), ("kimi_linear_tiny", "kda,gated-mla", 1, 2, 2)],
+    ("model", "features", "tp", "pp", "ep", "mtp"),
+    [
+        ("kimi_k3_moe_tiny", "k3", 2, 2, 2, 0),
+        ("kimi_linear_tiny", "kda,gated-mla", 1, 2, 2, 0),
+        ("kimi_k3_moe_tiny", "k3", 1, 2, 1, 1),
+    ],
 )
-def test_every_rank_holds_what_megatron_builds(model, features, tp, pp, ep):
+def test_every_rank_holds_what_megatron_builds(model, features, tp, pp, ep, mtp):
     """Megatron prints the parameters of every tensor and pipeline rank."""
     config = PRESETS[model]
     sizes = tuple([config.num_layers // pp + config.num_layers % pp] + [config.num_layers // pp] * (pp - 1))
@@ -65,12 +71,30 @@ def test_every_rank_holds_what_megatron_builds(model, features, tp, pp, ep):
     words = f"""--k3-plugins {features} --k3-model {model} --k3-platform cpu --train-iters 1 --lr-warmup-iters 0
         --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --expert-model-parallel-size {ep}
         --expert-tensor-parallel-size 1 --seq-length 64 --max-position-embeddings 64 --vocab-size {config.vocab_size}
-        --moe-token-dispatcher-type alltoall {"--sequence-parallel" if tp > 1 else ""} {uneven}"""
+        --moe-token-dispatcher-type alltoall {"--sequence-parallel" if tp > 1 else ""} {uneven}
+        {f"--mtp-num-layers {mtp}" if mtp else ""}"""
     run = launch(DOOR, [*TRAINING, *CPU, *words.split()], nprocs=max(tp * pp, pp * ep), timeout=300)
     printed = re.findall(r"parallel rank \((\d+), \d+, (\d+)\): (\d+)", "".join(run.logs))
-    counts = chunk_parameters(config, tp, ep, sizes)
+    counts = chunk_parameters(config, tp, ep, sizes, mtp)
     built = {(int(t), int(p)): int(count) for t, p, count in printed}
     assert built == {(t, p): sum(counts[p]) for t in range(tp) for p in range(pp)}
+
+
+def test_muon_updates_what_the_optimizers_own_table_says():
+    words = """--k3-plugins k3 --k3-model kimi_k3_moe_tiny --k3-platform cpu --optimizer --json --mtp-num-layers 1
+        --seq-length 64 --max-position-embeddings 64 --vocab-size 320 --micro-batch-size 1 --train-iters 1 --lr 1e-3
+        --tokenizer-type NullTokenizer --transformer-impl local"""
+    run = launch("k3_plugins.doctor", words.split())
+    table = json.loads(run.logs[0][run.logs[0].index("{") :])["optimizer"]
+    def alike(name):
+        """``layers.[1-3,7].weight`` are 4 parameters."""
+        spans = [span.split("-") for span in re.sub(r".*\[(.*)\].*|.*", r"\1", name).split(",")]
+        return sum(int(span[-1]) - int(span[0]) + 1 if span[0] else 1 for span in spans)
+
+    muon = [entry for entry in table if entry["optimizer"] == "muon"]
+    own = sum(alike(entry["parameter"]) * math.prod(entry["shape"]) for entry in muon)
+    (counted,) = chunk_parameters(PRESETS["kimi_k3_moe_tiny"], 1, 1, (8,), mtp_layers=1, muon_only=True)
+    assert sum(counted) == own > 0
 
 
 def test_flops_are_those_of_the_throughput_figure():
