@@ -168,13 +168,35 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
     patches = [patch for patch in ENGINE_PATCHES if patch is not FIRST_STEP]
     for feature in features:
         try:
-            patches += feature.patches()
-            if hasattr(feature, "fingerprints"):
-                store = store.merged(FingerprintStore.read(feature.fingerprints()))
+            own = list(feature.patches())
         except Exception as error:  # a third party's code; whatever it raises, its feature cannot be had
             raise FeatureError(
                 f"feature {feature.name!r} cannot list its patches: {type(error).__name__}: {error} ({place_of(error)})"
             ) from error
+        for patch in own:
+            if not patch.id.startswith(f"{feature.name}."):
+                raise FeatureError(
+                    f"feature {feature.name!r}: the id of patch {patch.id!r} must begin with '{feature.name}.'"
+                )
+        patches += own
+        if hasattr(feature, "fingerprints"):
+            store = store.merged(_own_fingerprints(feature))
     # The outermost hand on train_step: witnesses are asked after everything that features do around a step.
     patches.append(FIRST_STEP)
     return PatchManager(patches, store, allow_drift), found.version
+
+
+def _own_fingerprints(feature: Feature) -> FingerprintStore:
+    """What a feature from another distribution recorded of its patches' targets."""
+    try:
+        return FingerprintStore.read(feature.fingerprints())
+    except FileNotFoundError as error:
+        raise FeatureError(
+            f"feature {feature.name!r} has no file of fingerprints {error.filename}: ship it with the package, or "
+            f"record it with python -m k3_plugins.patching.record --feature {feature.name} --out {error.filename}"
+        ) from error
+    except Exception as error:  # a third party's code and file
+        raise FeatureError(
+            f"feature {feature.name!r}: its fingerprints cannot be read: {type(error).__name__}: {error} "
+            f"({place_of(error)})"
+        ) from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -55,7 +56,20 @@ def argument_errors(where: str, kinds: tuple[type[Exception], ...] = (Exception,
         _end(str(error))
     except kinds as error:
         text = str(error) or _wordless(error)
-        _end(f"{where} does not accept these arguments: {text} ({place_of(error)}). Change the flags named there.")
+        _end(
+            f"{where} does not accept these arguments: {text} ({place_of(error)}). Change the flags named there."
+            f"{_flags_of_fields(text)}"
+        )
+
+
+_flags: dict[str, str] = {}
+"""Argument -> its flag, where one does not follow from the other."""
+
+
+def _flags_of_fields(text: str) -> str:
+    """Megatron's configurations name fields; some flags are called otherwise (apply_rope_fusion: --no-rope-fusion)."""
+    named = [f"{word} is set by {_flags[word]}" for word in dict.fromkeys(re.findall(r"\w+", text)) if word in _flags]
+    return f" ({'; '.join(named)})" if named else ""
 
 
 def _wordless(error: Exception) -> str:
@@ -79,6 +93,10 @@ def _arguments(original: Callable[..., ArgumentParser]) -> Callable[..., Argumen
         parser = original(parser)
         with argument_errors("k3_plugins", ()):
             extend_parser(parser, _activation().features, _activation().control.model)
+        for action in parser._actions:
+            called = [flag.lstrip("-").replace("-", "_") for flag in action.option_strings]
+            if called and action.dest not in called:
+                _flags[action.dest] = action.option_strings[0]
         return parser
 
     return add_megatron_arguments
@@ -226,8 +244,19 @@ def _end_set_up(activation: Activation, error: Exception) -> None:
         _end(str(error))
     if isinstance(error, (AssertionError, ValueError)):
         traceback.print_exception(error)
-        _end(f"the model cannot be set up with these arguments: {text}; the traceback above shows where")
+        where = "the traceback above shows where"
+        _end(f"the model cannot be set up with these arguments: {text}; {where}{_advice(text)}")
     _tell_the_others(activation, f"set-up failed: {text}")
+
+
+def _advice(text: str) -> str:
+    """What to type, for faults of Megatron's whose text does not say it."""
+    if "OptimizerParamScheduler" in text:
+        return (
+            ". The checkpoint was saved with another learning-rate schedule: add --override-opt-param-scheduler to "
+            "follow this command line, or --use-checkpoint-opt-param-scheduler to follow the checkpoint"
+        )
+    return ""
 
 
 def _tell_the_others(activation: Activation, message: str) -> None:
@@ -298,7 +327,8 @@ def hear_witnesses(activation: Activation, model: Any) -> dict[str, Witness]:
         more = f"\n  - and {len(bad) - 20} more" if len(bad) > 20 else ""
         fail(
             f"after the first training step a feature that was asked for did not run as it should:\n{listing}{more}\n"
-            "Run python -m k3_plugins.doctor, or leave the feature out of --k3-plugins.",
+            "python -m k3_plugins.doctor shows its patches and backends; to train without it, leave it out of "
+            "--k3-plugins.",
             at_once=dist.is_initialized(),
         )
     if not dist.is_initialized() or dist.get_rank() == 0:

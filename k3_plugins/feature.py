@@ -7,7 +7,7 @@ A feature folder holds ``feature.py`` with ``FEATURE``, an instance that satisfi
         requires = ()                      # features that must be named too
         conflicts = ()                     # features that must not be named
         config = KdaConfig                 # dataclass whose fields become --kebab-case flags, or None
-        changes_parameters = True          # toggling it changes what a checkpoint contains
+        changes_parameters = True          # without it, or with other flags, a checkpoint is another model
 
         def patches(self) -> Sequence[Patch]: ...
         def validate(self, args, config) -> None: ...          # raise FeatureError -> exit code 2

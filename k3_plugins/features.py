@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -260,13 +261,19 @@ def _unknown(name: str, known: set[str]) -> str:
     )
 
 
+_TOO_EARLY = ("torch", "megatron")
+"""What a feature may not import when it is imported itself."""
+
+
 def load(entry: FeatureEntry) -> Feature:
     """Import a feature and compare it with the protocol.
 
     Raises:
-        FeatureError: naming the module or distribution and the exception, if it cannot be imported or does not satisfy
-            the protocol. Broken packages raise all kinds of exceptions on import, so every kind is reported here.
+        FeatureError: naming the module or distribution and the exception, if it cannot be imported, imports torch or
+            Megatron, or does not satisfy the protocol. Broken packages raise all kinds of exceptions on import, so
+            every kind is reported here.
     """
+    before = {name for name in _TOO_EARLY if name in sys.modules}
     try:
         if entry.entry_point is not None:
             feature = entry.entry_point.load()
@@ -282,6 +289,12 @@ def load(entry: FeatureEntry) -> Feature:
             f"feature {entry.name!r} from {entry.origin} cannot be loaded: {type(error).__name__}: {error} "
             f"({place_of(error)}); {advice}"
         ) from error
+    early = [name for name in _TOO_EARLY if name in sys.modules and name not in before]
+    if early:
+        raise FeatureError(
+            f"feature {entry.name!r} from {entry.origin} imports {' and '.join(early)} when it is imported, before the "
+            "patches are there: import them inside its functions"
+        )
     verify(feature, registered_as=entry.name, origin=entry.origin)
     return feature
 

@@ -32,12 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv[1:] = argv
-    from k3_plugins.bootstrap import activate
+    from k3_plugins.bootstrap import activate, explained_exit
 
     own, rest = parse(sys.argv[1:])
     sys.argv[1:] = [*rest, PER_TOKEN]  # Megatron parses sys.argv itself, more than once
     activate(sys.argv[1:], door=DOOR)
-    train(own)
+    with explained_exit(rest):
+        train(own)
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import k3_plugins
 from k3_plugins.activation import Activation
-from k3_plugins.arguments import config_fields, flag_line, plain, plain_config
+from k3_plugins.arguments import config_fields, flag_line, flag_words, option_strings, plain, plain_config
 from k3_plugins.feature import Feature, FeatureError
 
 FILE_NAME = "k3_manifest.json"
@@ -391,8 +391,10 @@ def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation:
         config = activation.configs.get(name)
         now = {field: plain(getattr(config, field)) for field in parameter_fields(active[name])}
         before = saved[name]["config"]
+        flags = option_strings(type(config)) if config is not None else {}
         faults += [
-            f"{name}: {field} was {before.get(field, 'unknown')!r} when it was saved, now it is {now.get(field)!r}"
+            f"{name}: {flags.get(field, [field])[0]} was {before.get(field, 'unknown')!r} when it was saved, now it is "
+            f"{now.get(field)!r}"
             for field in sorted(now.keys() | set(saved[name]["parameter_fields"]))
             if field not in before or before[field] != now.get(field)
         ]
@@ -404,9 +406,25 @@ def _flags_to_use(saved: Mapping[str, Any], saved_changing: Mapping[str, Any], a
     harmless = [f.name for f in activation.features if not f.changes_parameters or may_join(f)]
     names = [*saved_changing, *(name for name in harmless if name not in saved_changing)]
     flags = ["--k3-plugins", ",".join(names)] if names else ["(no --k3-plugins)"]
-    for entry in saved_changing.values():
+    for name, entry in saved_changing.items():
         flags += entry["flags"]
+        flags += _defaults_to_restore(entry, activation.configs.get(name))
     return flags
+
+
+def _defaults_to_restore(entry: Mapping[str, Any], config: Any) -> list[str]:
+    """A checkpoint's flags are those that were not at their default: what is another value now must be said too."""
+    words: list[str] = []
+    for name, flags in option_strings(type(config)).items() if config is not None else ():
+        before = entry["config"].get(name)
+        said = name not in entry["parameter_fields"] or flags[0] in entry["flags"]
+        if said or before == plain(getattr(config, name)):
+            continue
+        if before is None or isinstance(before, bool):
+            words.append(f"(without {flags[0]})")
+        else:
+            words += flag_words(flags[0], before)
+    return words
 
 
 def refuse_without_features(load: str, step: str | None, optimizer: bool = True) -> None:

@@ -19,10 +19,12 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is not None:
         sys.argv[1:] = argv  # Megatron parses sys.argv itself, more than once
-    from k3_plugins.bootstrap import OWN_DOOR, activate
+    from k3_plugins.bootstrap import OWN_DOOR, activate, explained_exit
 
-    activate(sys.argv[1:], door=OWN_DOOR)
-    train()
+    words = sys.argv[1:]
+    activate(words, door=OWN_DOOR)
+    with explained_exit(words):
+        train()
     return 0
 
 

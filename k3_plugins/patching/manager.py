@@ -135,10 +135,17 @@ class PatchManager:
                 patch,
                 PatchState.DRIFT_ALLOWED if allowed else PatchState.BODY_DRIFT,
                 f"patch {patch.id}: the body of {patch.target} is not the one of Megatron {self.store.version}"
-                + ("" if allowed else f"; read the difference, then add --k3-allow-drift {patch.id}"),
+                + ("" if allowed else self._to_allow(patch)),
                 diff(recorded, target, self.store.version),
             )
         return PatchStatus(patch, PatchState.OK, f"as recorded with Megatron {self.store.version}")
+
+    def _to_allow(self, patch: Patch) -> str:
+        others = "".join(f",{name}" for name in sorted(self.allow_drift))
+        return (
+            f"; read the difference (python -m k3_plugins.doctor --k3-plugins {patch.feature}), then add "
+            f"--k3-allow-drift {patch.id}{others}"
+        )
 
     def _resolve(self, patch: Patch) -> Target:
         """Resolve once: after a patch is applied its target must still mean the original."""

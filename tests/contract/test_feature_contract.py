@@ -12,7 +12,7 @@ from k3_plugins.activation import Activation
 from k3_plugins.arguments import Control
 from k3_plugins.feature import FeatureError, Witness, verify
 from k3_plugins.features import FeatureEntry, PresetMember
-from tests.contract.toys import forget, toy_feature, toy_package
+from tests.contract.toys import forget, patch, toy_feature, toy_package
 
 
 def fault(feature, name="toy"):
@@ -315,6 +315,33 @@ def test_a_plug_in_against_the_protocol_names_its_distribution(third_party, acti
     monkeypatch.delattr(k3_installed_toy.Toy, "witness")
     text = exits(capsys, activate, "--k3-plugins", "installed-toy")
     assert "distribution k3-installed-toy 2.5" in text and "witness(model_chunks, args) is missing" in text
+
+
+# -- rules for what a feature brings -----------------------------------------------------------------------------------
+
+
+def test_a_feature_that_imports_torch_or_megatron_is_refused(tmp_path, monkeypatch):
+    package = toy_package(tmp_path, {"heavy": "", "feature": "import PACKAGE.heavy\nFEATURE = None"})
+    monkeypatch.setattr(features, "_TOO_EARLY", (f"{package}.heavy",))
+    with pytest.raises(FeatureError, match=rf"'early' from .* imports {package}.heavy when it is imported"):
+        features.load(FeatureEntry("early", f"{package}.feature", "a toy", "toys"))
+    forget(package)
+
+
+def test_patch_ids_carry_the_features_name():
+    feature = toy_feature(patches=lambda: [patch("json:dumps", lambda original: original, id="other.dumps")])
+    with pytest.raises(FeatureError, match="the id of patch 'other.dumps' must begin with 'toy.'"):
+        bootstrap.patch_manager([feature], ())
+
+
+def test_missing_fingerprints_say_how_they_are_made(tmp_path):
+    file = tmp_path / "toy.json"
+    with pytest.raises(FeatureError) as caught:
+        bootstrap.patch_manager([toy_feature(fingerprints=lambda: file)], ())
+    assert f"python -m k3_plugins.patching.record --feature toy --out {file}" in str(caught.value)
+    file.write_text("{")
+    with pytest.raises(FeatureError, match="its fingerprints cannot be read: JSONDecodeError"):
+        bootstrap.patch_manager([toy_feature(fingerprints=lambda: file)], ())
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------

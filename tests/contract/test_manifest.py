@@ -96,8 +96,14 @@ def test_the_same_features_load_without_a_word(saved, activation):
 
 def test_a_changed_parameter_field_prints_the_flags_of_the_checkpoint(saved, activation):
     text = refused(arguments(saved(activation(8, "fast"))), activation(4))
-    assert "toy: toy_width was 8 when it was saved, now it is 4" in text
+    assert "toy: --toy-width was 8 when it was saved, now it is 4" in text
     assert text.splitlines()[-1].strip() == "--k3-plugins toy --toy-width 8"
+
+
+def test_a_value_that_was_the_default_is_among_the_flags_to_use(saved, activation):
+    """Flags at their default are not recorded; the printed line must still bring back the checkpoint's value."""
+    text = refused(arguments(saved(activation(4))), activation(8))
+    assert text.splitlines()[-1].strip() == "--k3-plugins toy --toy-width 4"
 
 
 def test_the_flags_to_use_keep_the_active_features_that_are_harmless(saved, activation):
@@ -215,7 +221,7 @@ def test_a_step_given_by_flag_wins_over_the_tracker(saved, activation):
     load = saved(activation(8), 10)
     saved(activation(4), 20)
     assert manifest.check_load(arguments(load, ckpt_step=10), activation(8)) == []
-    assert "toy_width was 4" in refused(arguments(load), activation(8))
+    assert "--toy-width was 4" in refused(arguments(load), activation(8))
     assert "--ckpt-step names iter_0000030" in refused(arguments(load, ckpt_step=30), activation(8))
 
 
@@ -227,7 +233,7 @@ def test_the_newer_of_a_persistent_and_a_non_persistent_checkpoint_counts(saved,
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("12")
     args = arguments(load, non_persistent_ckpt_type="global")
     assert manifest.check_load(args, activation(4)) == []
-    assert "toy_width was 4" in refused(args, activation(8))
+    assert "--toy-width was 4" in refused(args, activation(8))
     (folder.parent / "latest_checkpointed_iteration.txt").unlink()
     assert manifest.check_load(args, activation(8)) == []
 
@@ -235,7 +241,7 @@ def test_the_newer_of_a_persistent_and_a_non_persistent_checkpoint_counts(saved,
 def test_a_pretrained_checkpoint_is_checked_when_load_is_empty(saved, activation, tmp_path):
     args = arguments(str(tmp_path / "fresh"), pretrained_checkpoint=saved(activation(8)))
     assert manifest.check_load(args, activation(8)) == []
-    assert "toy_width was 8" in refused(args, activation(4))
+    assert "--toy-width was 8" in refused(args, activation(4))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"features": {}}', '{"format": 1}'])

@@ -155,6 +155,7 @@ def test_a_rank_whose_model_cannot_be_built_ends_all(tmp_path):
         (1, ["--k3-plugins", "toy", "--kda-head-dim", "8"], "--kda-head-dim belongs to feature 'kda': add kda"),
         (2, ["--k3-plugins", "toy", "--tensor-model-parallel-size", "2", "--num-attention-heads", "3"], "heads"),
         (2, ["--k3-plugins", "toy", "--pipeline-model-parallel-size", "3"], "does not accept these arguments"),
+        (1, ["--k3-plugins", "toy", "--position-embedding-type", "rope"], "rope_fusion is set by --no-rope-fusion"),
         (1, ["--k3-plugins", "toy", "--spec", "no.such.module", "gpt"], "--spec no.such.module gpt"),
         (1, ["--k3-plugins", "toy", "--spec", "k3_plugins.failure", "gpt"], "the module has no 'gpt'"),
         (1, ["--k3-plugins", "toy", "--load", "nowhere"], "--load nowhere holds no checkpoint"),
@@ -171,4 +172,6 @@ def test_a_feature_flag_without_any_feature_says_which_feature_to_add(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     ranks = run_ranks("k3_plugins.launch", [script, "--toy-width", "8"], tmp_path)
+    both_exit_with(ranks, "--toy-width belongs to feature 'toy': add toy to --k3-plugins")
+    ranks = run_ranks(DOOR, [*TINY_GPT, "--toy-width", "8"], tmp_path)
     both_exit_with(ranks, "--toy-width belongs to feature 'toy': add toy to --k3-plugins")

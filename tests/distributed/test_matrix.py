@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.distributed.matrix import __main__ as matrix
 from tests.distributed.matrix import page
 from tests.distributed.matrix.cases import FEATURES, all_cases, axis_cases, case, pair_cases, pairs
 from tests.distributed.matrix.cells import NOT_VERIFIED, REFUSES, VERIFIED, cells, decide
@@ -48,6 +49,13 @@ def test_every_feature_has_a_row():
     assert set(SUBJECTS) == set(FEATURES), "add the feature to SUBJECTS in tests/distributed/matrix/table.py"
     found = cells(RECORD)
     assert len(found) == len(FEATURES) * (len(AXES) + (len(FEATURES) - 1) / 2)
+
+
+def test_a_name_without_cases_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["matrix", "run", "--only", "attnress"])
+    with pytest.raises(SystemExit) as caught:
+        matrix.main()
+    assert caught.value.code == 2 and "--only 'attnress': no case has that in its name" in capsys.readouterr().err
 
 
 def test_refusals_are_those_of_the_record():

@@ -41,6 +41,9 @@ def main() -> int:
     if own.what == "page" or not record.refusals:
         record.refusals = ask(all_cases())
     record.drop_others(all_cases())
+    for text in own.only:
+        if not any(text in case.id for case in all_cases()):
+            parser.error(f"--only {text!r}: no case has that in its name; tests/distributed/matrix/table.py lists them")
     if own.what == "run":
         with tempfile.TemporaryDirectory(prefix="k3-matrix-") as temporary:
             good = _run(own, record, Runs(own.folder or Path(temporary)), started)
