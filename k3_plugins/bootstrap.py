@@ -15,8 +15,9 @@ This module imports neither torch nor megatron.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from k3_plugins import activation as activation_module
 from k3_plugins import features as feature_list
@@ -180,23 +181,23 @@ def patch_manager(features: Sequence[Feature], allow_drift: Sequence[str]) -> tu
                 )
         patches += own
         if hasattr(feature, "fingerprints"):
-            store = store.merged(_own_fingerprints(feature))
+            store = store.merged(_own_fingerprints(feature.name, feature.fingerprints))
     # The outermost hand on train_step: witnesses are asked after everything that features do around a step.
     patches.append(FIRST_STEP)
     return PatchManager(patches, store, allow_drift), found.version
 
 
-def _own_fingerprints(feature: Feature) -> FingerprintStore:
+def _own_fingerprints(name: str, file: Callable[[], Any]) -> FingerprintStore:
     """What a feature from another distribution recorded of its patches' targets."""
     try:
-        return FingerprintStore.read(feature.fingerprints())
+        return FingerprintStore.read(file())
     except FileNotFoundError as error:
         raise FeatureError(
-            f"feature {feature.name!r} has no file of fingerprints {error.filename}: ship it with the package, or "
-            f"record it with python -m k3_plugins.patching.record --feature {feature.name} --out {error.filename}"
+            f"feature {name!r} has no file of fingerprints {error.filename}: ship it with the package, or "
+            f"record it with python -m k3_plugins.patching.record --feature {name} --out {error.filename}"
         ) from error
     except Exception as error:  # a third party's code and file
         raise FeatureError(
-            f"feature {feature.name!r}: its fingerprints cannot be read: {type(error).__name__}: {error} "
+            f"feature {name!r}: its fingerprints cannot be read: {type(error).__name__}: {error} "
             f"({place_of(error)})"
         ) from error
