@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from k3_plugins.patching import Patch, PatchKind
 
 
@@ -20,6 +18,8 @@ def put_fp32_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def _build_optimizer_group_ranges(cls: type, param_groups: list[dict], gbuf_ranges: list[dict]) -> Any:
+        import torch  # features list their patches without it
+
         _, group_ranges = original(cls, param_groups, gbuf_ranges)
         places = {}
         for group_index, group_range in enumerate(group_ranges):

@@ -178,7 +178,8 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
         console.print("[bold]No layout fits.[/bold]")
         for size, layout, memory in result.nearest[:3]:
             parts = ", ".join(f"{kind} {value / GB:.1f}" for kind, value in memory.device.items() if value)
-            console.print(f"nearest: {layout} needs {size / GB:.1f} GB ({parts}; host {memory.host / GB:.1f})")
+            needs = f"{size / GB:.1f} GB ({parts}; host {memory.host / GB:.1f})"
+            console.print(f"nearest: {layout}, micro-batch {layout.micro_batch}, needs {needs}")
 
 
 def memory_table(memories: Sequence[Memory], title: str) -> Any:

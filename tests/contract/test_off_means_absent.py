@@ -24,6 +24,20 @@ def test_importing_the_engine_imports_neither_torch_nor_megatron():
     assert python(f"import sys, k3_plugins, {modules}\nprint({heavy})") == "[]\n"
 
 
+def test_listing_features_and_their_patches_imports_neither():
+    code = """
+import sys
+from k3_plugins import features
+for entry in features.BUILT_IN:
+    before = set(sys.modules)
+    features.load(entry).patches()
+    for name in ("torch", "megatron"):
+        if name in sys.modules.keys() - before:
+            print(entry.name, name)
+"""
+    assert python(code) == ""
+
+
 def test_a_start_without_features_imports_no_feature_and_not_megatron():
     code = """
 import sys

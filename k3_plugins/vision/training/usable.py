@@ -104,7 +104,7 @@ def _undecodable(pairs: Sequence[Pair], config: MoonViTConfig) -> dict[int, str]
 
 def _tell(folder: str, flag: str, bad: Sequence[BadSample]) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(sample.kind for sample in bad).items()))
-    print_rank_0(f"> {flag} {folder}: {len(bad)} samples are left out{f' ({kinds})' if bad else ''}")
+    print_rank_0(f"> {flag} {folder}: {f'{len(bad)} samples are left out ({kinds})' if bad else 'no bad sample'}")
     for sample in bad[:_SHOWN]:
         print_rank_0(f">   {sample}")
     write({f"k3/{flag.removeprefix('--')}-skipped": len(bad)}, get_args().iteration)
