@@ -244,8 +244,7 @@ def _end_set_up(activation: Activation, error: Exception) -> None:
         _end(str(error))
     if isinstance(error, (AssertionError, ValueError)):
         traceback.print_exception(error)
-        where = "the traceback above shows where"
-        _end(f"the model cannot be set up with these arguments: {text}; {where}{_advice(text)}")
+        _end(f"the model cannot be set up with these arguments: {text}; see the traceback above{_advice(text)}")
     _tell_the_others(activation, f"set-up failed: {text}")
 
 
