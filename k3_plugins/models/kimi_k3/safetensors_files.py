@@ -154,7 +154,11 @@ class ShardWriter:
         self._total += size
 
     def _flush(self) -> None:
-        save_file(self._pending, self._temporary(len(self._shards)), metadata={"format": "pt"})
+        path = self._temporary(len(self._shards))
+        path.touch()
+        mode = path.stat().st_mode  # by the umask; save_file makes a file of its own that only its owner may read
+        save_file(self._pending, path, metadata={"format": "pt"})
+        path.chmod(mode)
         self._shards.append(list(self._pending))
         self._pending, self._bytes = {}, 0
 

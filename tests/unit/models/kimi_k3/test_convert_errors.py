@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -229,3 +230,18 @@ def test_weights_are_read_one_at_a_time(tmp_path):
     save_file({"t0": torch.ones(1, dtype=torch.int64)}, tmp_path / "model-00001-of-00004.safetensors")
     with pytest.raises(ConversionError):
         Weights(tmp_path, torch.float32)
+
+
+def test_shards_can_be_read_by_whom_the_umask_lets(tmp_path):
+    from k3_plugins.models.kimi_k3.safetensors_files import ShardWriter
+
+    before = os.umask(0o027)
+    try:
+        writer = ShardWriter(tmp_path, 8)
+        writer.add("a", torch.zeros(2))
+        writer.add("b", torch.ones(2))
+        writer.close()
+    finally:
+        os.umask(before)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 2 and {stat.S_IMODE(shard.stat().st_mode) for shard in shards} == {0o640}
