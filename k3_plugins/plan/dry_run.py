@@ -170,7 +170,7 @@ def _show(
     for rank in range(layout.pp):
         starts = [sum(chunks[:chunk]) + 1 for chunk in range(rank, layout.chunks, layout.pp)]
         held = zip(starts, chunks[rank :: layout.pp], strict=True)
-        spans = ", ".join(f"{start}-{start + size - 1}" if size else "none" for start, size in held)
+        spans = ", ".join(_span(start, size) for start, size in held)
         if layout.pp <= 8 or rank < 4 or rank >= layout.pp - 4:
             console.print(f"  pipeline rank {rank}: layers {spans}")
     console.print(memory_table(plan["memory"], "Memory plan, GB per GPU by pipeline rank (estimate)"))
@@ -185,6 +185,12 @@ def _show(
         )
     for note in plan["notes"]:
         console.print(f"note: {escape(note)}")
+
+
+def _span(start: int, size: int) -> str:
+    if size < 2:
+        return str(start) if size else "none"
+    return f"{start}-{start + size - 1}"
 
 
 if __name__ == "__main__":
