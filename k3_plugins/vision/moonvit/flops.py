@@ -45,26 +45,38 @@ def forward_flops(vit: MoonViTConfig, text_width: int, clips: Sequence[Clip]) ->
 
 
 class StepFlops:
-    """What the encoder computes in a training step, over all ranks."""
+    """What the encoder computes in a training step, over all ranks.
+
+    Megatron asks after every step, and once more where it writes a line of its log: that line's time is the mean of the
+    steps since the line before, so its FLOPs are their mean, too.
+    """
 
     def __init__(self) -> None:
         self._mine = 0.0
         self._step: int | None = None
-        self._total = 0.0
+        self._steps: list[float] = []
+        self._logged = False
 
     def add(self, vit: MoonViTConfig, text_width: int, clips: Sequence[Clip], trained: bool) -> None:
         """One micro-batch that this rank's first stage trains on."""
         self._mine += (FORWARD_BACKWARD if trained else 1) * forward_flops(vit, text_width, clips)
 
     def total(self, step: int) -> float:
-        """Of the step that has just ended; the first call after it is collective over all ranks.
+        """Of the step that has just ended; asked again, the mean of the steps since that was done before.
+
+        The first call after a step is collective over all ranks.
 
         Args:
             step: a number that is new after every step.
         """
-        if step != self._step:
-            self._step, self._total, self._mine = step, _over_ranks(self._mine), 0.0
-        return self._total
+        if step == self._step:
+            self._logged = True
+            return sum(self._steps) / len(self._steps)
+        if self._logged:
+            self._steps, self._logged = [], False
+        self._steps.append(_over_ranks(self._mine))
+        self._step, self._mine = step, 0.0
+        return self._steps[-1]
 
 
 STEP = StepFlops()

@@ -235,9 +235,14 @@ def step_flops(rank, tp):
         flops.STEP.add(vit, TEXT_WIDTH, images, trained)
         flops.STEP.add(vit, TEXT_WIDTH, CLIPS, trained)
         figures.append([count(Namespace(consumed_train_samples=step), 2) for _ in range(2)])
+    # A log line after two steps, of which the second has no images: asked once after the first, twice after the second.
+    flops.STEP.add(vit, TEXT_WIDTH, images, False)
+    flops.STEP.add(vit, TEXT_WIDTH, CLIPS, False)
+    figures.append([count(Namespace(consumed_train_samples=step), 2) for step in (24, 32, 32)])
     everywhere = [(1, 4, 4), (1, 4, 8)] if tp == 1 else images
     expected = forward_flops(vit, TEXT_WIDTH, [*everywhere, *(CLIPS * (2 if tp == 1 else 1))])
-    return figures, [[1000 + 3 * expected] * 2, [1000 + expected] * 2]
+    per_line = [1000 + expected, 1000, 1000 + expected / 2]
+    return figures, [[1000 + 3 * expected] * 2, [1000 + expected] * 2, per_line]
 
 
 def literal(weights, patches, resample):
