@@ -21,17 +21,18 @@ FORMAT = 1
 
 
 def check_folder(folder: str) -> None:
-    """Make the folder of ``--activation-report``.
+    """Whether ``--activation-report`` can be written; the folder is made with the first record.
 
     Raises:
-        FeatureError: if it cannot be made or written to.
+        FeatureError: if it, or where it would be made, is no folder or cannot be written to.
     """
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise FeatureError(f"--activation-report {folder}: {error}; name a folder that can be written") from error
-    if not os.access(folder, os.W_OK):
-        raise FeatureError(f"--activation-report {folder} cannot be written to; name another folder")
+    place = Path(folder).absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise FeatureError(f"--activation-report {folder}: {place} is no folder; name a folder that can be written")
+    if not os.access(place, os.W_OK):
+        raise FeatureError(f"--activation-report {folder}: {place} cannot be written to; name another folder")
 
 
 def write_record(folder: str, manager: ActivationManager, args: Any, iteration: int) -> Path:

@@ -66,6 +66,8 @@ def test_a_report_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FeatureError, match="--activation-report .*name a folder that can be written"):
         validate(config={"activation_report": str(tmp_path / "file" / "run")})
+    validate(config={"activation_report": str(tmp_path / "new" / "run")})
+    assert not (tmp_path / "new").exists(), "checking flags makes nothing: a dry run does it, too"
 
 
 def test_bad_remote_settings_are_refused():
