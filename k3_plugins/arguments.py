@@ -212,6 +212,7 @@ def extend_parser(parser: argparse.ArgumentParser, features: Sequence[Feature], 
                 f"parser: {type(error).__name__}: {error}"
             ) from error
     _explain_values(parser)
+    _repair_help(parser)
     active = [feature.name for feature in features]
     parser.error = functools.partial(_explain, parser, active)  # type: ignore[method-assign]  # of this parser alone
     for feature in features:
@@ -226,6 +227,15 @@ def _explain_values(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if inspect.isfunction(action.type):
             action.type = _explained(action.type)
+
+
+def _repair_help(parser: argparse.ArgumentParser) -> None:
+    """Some of Megatron's help texts hold a bare percent sign, with which argparse cannot show any of them."""
+    for action in parser._actions:
+        try:
+            str(action.help) % {**vars(action), "prog": parser.prog}
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _explained(read: Callable[[str], Any]) -> Callable[[str], Any]:

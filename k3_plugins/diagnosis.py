@@ -45,6 +45,8 @@ class Diagnosis:
     doors: list[dict[str, Any]] = field(default_factory=list)
     versions: list[dict[str, Any]] = field(default_factory=list)
     features: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """What a preset leaves out, and what it would need."""
     patches: list[dict[str, Any]] = field(default_factory=list)
     optional: list[dict[str, Any]] = field(default_factory=list)
     optimizer: list[dict[str, Any]] = field(default_factory=list)
@@ -178,6 +180,7 @@ def _features(
     try:
         selection = feature_list.select(control.plugins, command_line(training_flags, control.model, door))
         entries = selection.entries if control.plugins else tuple(feature_list.available())
+        found.left_out += selection.left_out
     except FeatureError as error:
         found.problems.append(str(error))
         return []

@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--quick says how to run benchmarks, and --render runs none: leave one out")
     if not options.output.is_dir():
         parser.error(f"--output {options.output}: no such folder")
+    if options.render and not (options.output / "benchmarks.json").is_file():
+        parser.error(f"--output {options.output}: no benchmarks.json there to make the page from")
     results_file, form = options.output / "benchmarks.json", "quick" if options.quick else "full"
     for benchmark in BENCHMARKS:
         if not options.render and (options.only is None or benchmark.name in options.only):

@@ -10,7 +10,7 @@
 # is not among the plug-ins.
 #
 # TP 1   no collective inside a layer: a layer of 2304 channels is too narrow to be cut
-# PP 2   weights and gradients of half the layers: 25 GB of bf16 weights a GPU with EP 4
+# PP 2   weights and gradients of half the layers: 13 to 15 GB of bf16 weights a GPU with EP 4
 # VPP 4  four chunks a rank, of which two hold gradients at a time (Pipeline ZeRO-2)
 # EP 4   64 of the 256 experts a GPU; MoonEP gives every rank the same number of rows
 # DP 4   what is left; optimizer states and host gradients are cut over it

@@ -133,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
                 report.draw(job, result, device_bytes, options.top, options.model, options.png)
             except RuntimeError as error:
                 command.error(str(error))
+    if not result.found and not result.nearest:
+        (reason, _), *_ = result.rejected.most_common()
+        command.error(f"no combination of the sizes given is a layout, most often because: {reason}")
     return 0 if result.found else 1
 
 

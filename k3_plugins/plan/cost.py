@@ -1,8 +1,9 @@
 """Time of a step and bytes on the wires, per GPU. Estimates for comparing layouts, not predictions of a cluster.
 
-Compute: FLOPs over peak times efficiency; a policy that recomputes adds its share of a forward. The pipeline adds
-(PP - 1) / (VPP m) of the compute of a rank, and the slowest stage sets the pace. Communication counts what a GPU sends,
-with the collectives' (n - 1) / n; of its time a part is taken to hide behind compute (`HIDDEN`).
+Compute: FLOPs over peak times efficiency; a policy that recomputes adds its share of a forward; the slowest stage sets
+the pace. Communication counts what a GPU sends, with the collectives' (n - 1) / n; of its time a part is taken to hide
+behind compute (`HIDDEN`). The pipeline adds (PP - 1) / (VPP m) of a rank's time for its micro-batches, communication
+inside them included: who waits for a neighbour waits for that too. What DP does once a step comes on top.
 """
 
 from __future__ import annotations
@@ -114,7 +115,6 @@ def of_layout(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...]
     slowest = max(stages) * (3 + again)
     tokens = job.context * layout.micro_batch * layout.num_microbatches / (layout.cp * layout.tp)
     compute = slowest * tokens / (hardware.peak_flops * hardware.efficiency)
-    bubble_seconds = compute * (layout.pp - 1) / (layout.vpp * layout.num_microbatches)
     sent = sent_bytes(job, layout, options, sizes)
     reach = {
         "TP": layout.tp,
@@ -123,10 +123,12 @@ def of_layout(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...]
         "PP": job.gpus,
         "DP": layout.tp * layout.cp * layout.dp,
     }
-    waiting = sum(
-        bytes_sent / hardware.bandwidth(reach[group]) * (1 - HIDDEN[group]) for group, bytes_sent in sent.items()
-    )
-    seconds = compute + bubble_seconds + waiting
+    waiting = {
+        group: bytes_sent / hardware.bandwidth(reach[group]) * (1 - HIDDEN[group]) for group, bytes_sent in sent.items()
+    }
+    busy = compute + sum(seconds for group, seconds in waiting.items() if group != "DP")
+    bubble_seconds = busy * (layout.pp - 1) / (layout.vpp * layout.num_microbatches)
+    seconds = busy + bubble_seconds + waiting["DP"]
     step_tokens = job.global_batch * job.context
     useful = 3 * (sum(job.layer_flops) + job.last_flops) * step_tokens
     return Cost(

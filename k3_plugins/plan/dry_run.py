@@ -31,7 +31,7 @@ from k3_plugins.feature import FeatureError
 from k3_plugins.plan.__main__ import amount, positive
 from k3_plugins.plan.from_arguments import changed, job_of, layers_per_chunk, layout_of, model_of, options_of
 from k3_plugins.plan.memory import Memory, of_rank
-from k3_plugins.plan.report import GB, memory_table
+from k3_plugins.plan.report import GB, gigabytes, memory_table
 
 DRAFT = "k3_plugins.draft_gpt"
 DOORS = ("k3_plugins.pretrain_gpt", "k3_plugins.pretrain_vlm", "k3_plugins.finetune_gpt", DRAFT)
@@ -63,12 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error("the training flags stand behind --, for example: --ranks 8 -- --k3-plugins k3 --k3-model ...")
     place = words.index("--")
     own = command.parse_args(words[:place])
+    if own.json and not own.json.absolute().parent.is_dir():
+        command.error(f"--json {own.json}: its folder does not exist")
     try:
         control, flags = parse_control(words[place + 1 :])
         flags = without_own(own.door, flags)
         if not control.plugins:
             raise FeatureError("the training flags name no feature: add --k3-plugins")
-        platform.select(control.platform or "cpu")  # the checks need no GPU, wherever the job will run
+        with redirect_stdout(io.StringIO()):  # which platform the checks use is no news about the job
+            platform.select(control.platform or "cpu")  # they need no GPU, wherever the job will run
     except (FeatureError, platform.PlatformError) as error:
         fail(str(error))
     warnings.simplefilter("ignore")
@@ -79,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{PREFIX}{problem}", file=sys.stderr)
         return 2
     found.arguments.k3_plugins, found.arguments.k3_model = ",".join(control.plugins), control.model
+    found.arguments.k3_platform = control.platform
     features = [line["name"] for line in found.features]
     try:
         if own.door == DRAFT:
@@ -154,6 +158,8 @@ def _show(
 
     console = Console(width=output_width(), highlight=False)
     console.print(f"[bold]{own.door}[/bold] on {own.ranks} ranks with {', '.join(features)}")
+    for note in found.left_out:
+        console.print(f"left out: {escape(note)}")
     table = Table(title="Resolved configuration (what differs from Megatron's defaults)", title_justify="left")
     table.add_column("argument")
     table.add_column("value", overflow="fold")
@@ -180,9 +186,8 @@ def _show(
     most: Memory = max(plan["memory"], key=lambda memory: memory.host)
     if most.host:
         verdict = "fits" if most.host <= own.host_memory * GB else "does NOT fit"
-        console.print(
-            f"{most.host / GB:.1f} GB of host memory on pipeline rank {most.rank}: {verdict} in {own.host_memory:g} GB"
-        )
+        size = f"{gigabytes(most.host)} GB of host memory on pipeline rank {most.rank}"
+        console.print(f"{size}: {verdict} in {own.host_memory:g} GB")
     for note in plan["notes"]:
         console.print(f"note: {escape(note)}")
 

@@ -70,7 +70,8 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     if "moonep" in features:
         words += ["--transformer-impl", "local"]  # its stacked experts are its own
     words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
-    words += ["--seq-length", job.context, "--max-position-embeddings", job.context, "--use-distributed-optimizer"]
+    words += ["--seq-length", job.context, "--max-position-embeddings", job.context]
+    words += ["--bf16", "--use-distributed-optimizer"]
     recompute = {"selective": ["--recompute-granularity", "selective"]}
     full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
     words += recompute.get(found.options.policy, [] if found.options.policy == "keep" else full)
@@ -193,11 +194,11 @@ def memory_table(memories: Sequence[Memory], title: str) -> Any:
         table.add_column(kind, justify="right", overflow="fold")
     for memory in memories if len(memories) <= 8 else (*memories[:4], *memories[-4:]):
         cells = [memory.device[kind] for kind in kinds] + [memory.total, memory.host]
-        table.add_row(str(memory.rank), *(_gigabytes(cell) for cell in cells))
+        table.add_row(str(memory.rank), *(gigabytes(cell) for cell in cells))
     return table
 
 
-def _gigabytes(size: float) -> str:
+def gigabytes(size: float) -> str:
     """With one decimal; small models with two digits."""
     return f"{size / GB:.1f}" if size >= GB / 10 or not size else f"{size / GB:.2g}"
 

@@ -168,6 +168,13 @@ def test_argument_errors_end_every_rank_with_a_sentence(tmp_path, nprocs, flags,
     assert all("Traceback" not in log for log in ranks.logs), ranks
 
 
+def test_help_shows_the_flags_of_the_features(tmp_path):
+    """Megatron's own help texts hold a bare percent sign, on which argparse breaks."""
+    ranks = run_ranks(DOOR, ["--k3-plugins", "toy", "--help"], tmp_path)
+    (log,) = ranks.logs
+    assert ranks.codes == [0] and "--toy-width" in log and "--num-layers" in log and "Traceback" not in log, ranks
+
+
 def test_a_feature_flag_without_any_feature_says_which_feature_to_add(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")

@@ -14,13 +14,15 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from k3_plugins.atomic import replacing
 from k3_plugins.data import sidecar
 from k3_plugins.data.sources import InputError
+from k3_plugins.recipes import declaration
 from k3_plugins.recipes.compare import report
-from k3_plugins.recipes.compare.arm import Arm, ArmError, read
+from k3_plugins.recipes.compare.arm import RESERVED, Arm, ArmError, read
 from k3_plugins.recipes.compare.search import Search, search
 from k3_plugins.recipes.compare.trial import Budget, Point, Trial, TrialError, run
 from k3_plugins.recipes.compare.verdict import judge
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         first, second = (read(path) for path in options.arms)
         if first.name == second.name:
             raise ArmError(f"both arms are called {first.name!r}: give them different names")
-        budget = _budget(options)
+        budget = _budget(options, _shared(options, (first, second)))
         searches = (_search(first, budget, options), _search(second, budget, options))
     except (ArmError, InputError, TrialError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -81,14 +83,39 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if verdict.aligned else 1
 
 
-def _budget(options: argparse.Namespace) -> Budget:
+DATA_FLAGS = frozenset(
+    ("data-path", "data-args-path", "train-data-path", "valid-data-path", "per-split-data-args-path", "mock-data")
+)
+
+
+def _shared(options: argparse.Namespace, arms: Sequence[Arm]) -> list[str]:
+    """The words of ``--shared``.
+
+    Raises:
+        ArmError: if they cannot be read, or set what the comparison sets, or nobody names data.
+    """
+    try:
+        words = shlex.split(options.shared)
+        declaration.refuse_reserved(words, RESERVED, "is set by the comparison, the same way for both arms")
+    except ValueError as error:
+        raise ArmError(f"--shared {options.shared!r}: {error}") from error
+    for arm in arms if options.data is None else ():
+        if not DATA_FLAGS & {word.removeprefix("--").partition("=")[0] for word in (*words, *arm.flags)}:
+            raise ArmError(
+                "no data is named: give --data DIR (python -m k3_plugins.data.prepare makes it), or data flags in "
+                "--shared"
+            )
+    return words
+
+
+def _budget(options: argparse.Namespace, words: Sequence[str]) -> Budget:
     shared = shlex.split(RECIPE)
     if options.data is not None:
         shared += sidecar.read(options.data).megatron_flags(str(options.data))
     length = str(options.seq_length)
     shared += ["--seq-length", length, "--max-position-embeddings", length]
     shared += ["--micro-batch-size", str(options.micro_batch_size), "--log-interval", "10"]
-    shared += shlex.split(options.shared)
+    shared += words
     return Budget(
         tokens=options.tokens,
         seq_length=options.seq_length,

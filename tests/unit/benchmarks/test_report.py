@@ -165,7 +165,8 @@ def test_runs_keeps_renders_and_tells_failures(tmp_path, monkeypatch, capsys):
     page.unlink()
     assert report.main(["--render", *output]) == 0 and page.read_text() == text
     assert {file.name for file in tmp_path.iterdir()} == {"benchmarks.json", "benchmarks.md"}
-    for wrong in (["--only", "nothing"], ["--render", "--quick"], ["--render", "--only", "good"]):
+    (tmp_path / "benchmarks.json").unlink()
+    for wrong in (["--only", "nothing"], ["--render", "--quick"], ["--render", "--only", "good"], ["--render"]):
         with pytest.raises(SystemExit, match="2"):
             report.main([*wrong, *output])
 

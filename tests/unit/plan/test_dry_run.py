@@ -117,6 +117,8 @@ def test_what_does_not_fit_ends_with_1_and_what_does_not_start_with_2(planned):
     assert small.rc == 1 and "does NOT fit in 40 GB" in small.logs[0]
     full_host = run(GPUS, *planned["flags"], *TRAINING, own=["--host-memory", "1"])
     assert full_host.rc == 1 and "of host memory" in full_host.logs[0] and "does NOT fit in 1 GB" in full_host.logs[0]
+    nowhere = run(GPUS, *planned["flags"], *TRAINING, own=["--json", "/nope/plan.json"])
+    assert nowhere.rc == 2 and "--json /nope/plan.json: its folder does not exist" in nowhere.logs[0]
     odd = run(GPUS - 1, *planned["flags"], *TRAINING)
     assert odd.rc == 2 and "k3_plugins: error:" in odd.logs[0] and "Traceback" not in odd.logs[0]
     bare = run(8, "--num-layers", "4")

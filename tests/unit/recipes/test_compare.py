@@ -192,3 +192,22 @@ def test_two_arms_are_trained_compared_and_remembered(tmp_path, capsys, monkeypa
     capsys.readouterr()
     assert main(words) == 2
     assert "was refused (exit code 2)" in (error := capsys.readouterr().err) and "nothing" in error
+
+
+@pytest.mark.parametrize(
+    ("shared", "sentence"),
+    [
+        ("--lr 3 --mock-data", "--lr is set by the comparison, the same way for both arms; leave it out"),
+        ("--lr-decay-style 'x", "No closing quotation"),
+        ("--seq-length 64", "no data is named: give --data DIR"),
+    ],
+)
+def test_shared_flags_are_checked_before_anything_runs(tmp_path, shared, sentence, capsys):
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.yaml").write_text(f"name: {name}\ngrid: {{lr: [1e-3, 2e-3, 4e-3]}}\n")
+        files.append(str(tmp_path / f"{name}.yaml"))
+    output = tmp_path / "out"
+    assert main([*files, "--tokens", "100000", "--output", str(output), "--shared", shared]) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err and said.err.startswith("compare: ") and not said.out and not output.exists()
