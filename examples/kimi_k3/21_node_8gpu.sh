@@ -5,7 +5,7 @@
 #   bash examples/kimi_k3/21_node_8gpu.sh --dry-run
 #   DATA=FOLDER bash examples/kimi_k3/21_node_8gpu.sh
 #
-# 49B parameters need 590 GB for fp32 masters and Adam's moments, 74 GB a GPU: more than these GPUs hold beside weights and
+# 49B parameters (published as 48B) need 590 GB for fp32 masters and Adam's moments, 74 GB a GPU: more than these GPUs hold beside weights and
 # gradients. So the optimizer steps in host memory (--zero2-optimizer-device cpu), with AdamW, which is why per-head-muon
 # is not among the plug-ins.
 #
