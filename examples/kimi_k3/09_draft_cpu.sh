@@ -4,7 +4,8 @@
 #   bash examples/kimi_k3/09_draft_cpu.sh
 #   K3_RUN=runs/draft TRAIN_ITERS=400 DRAFT_ITERS=200 bash examples/kimi_k3/09_draft_cpu.sh
 #
-# Needs a data set (01_prepare_data.sh makes runs/kimi_k3/data; DATA=FOLDER names another). The log's `acceptance k` is the chance that the k-th drafted token is accepted.
+# Needs a data set (01_prepare_data.sh makes runs/kimi_k3/data; DATA=FOLDER names another). The log's `acceptance k` is the
+# chance that the k-th drafted token is accepted.
 # A model that was pre-trained already is not made again.
 HERE="$(dirname "${BASH_SOURCE[0]}")"
 case " $* " in *" --dry-run "*)
