@@ -239,7 +239,7 @@ def allocated(rank, world_size):
             for p in group["params"]:
                 p.grad = torch.ones_like(p)
         with torch.no_grad(), Allocations() as meter:
-            inner._step_muon()
+            inner._step_muon(inner.exchange)
         plans = [chunk.plan for chunk in inner.work]
         owned = [a.matrix.size for plan in plans for a in (*plan.local, *plan.owned)]
         messages = max(plan.largest_in_flight for plan in plans)
