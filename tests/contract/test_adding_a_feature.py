@@ -70,5 +70,6 @@ def test_the_page_gives_a_feature_that_trains_and_refuses(site, tmp_path):
     assert ranks.codes == [2] and "--embedding-scale 0 must be positive" in log and "lm loss" not in log, ranks
 
 
+@pytest.mark.slow
 def test_the_test_of_the_page_passes(source, site):
     assert "1 passed" in python(source, site, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_embedding_scale.py")

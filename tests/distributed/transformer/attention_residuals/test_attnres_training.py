@@ -35,9 +35,8 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-p
 LAYOUTS = {
     "PP 2": pytest.param(2, "--pipeline-model-parallel-size 2", marks=pytest.mark.slow),
     # selective recomputation of the norms starts from inputs that were freed and rebuilt
-    "PP 4, selective recompute": (
-        4,
-        f"{PP4} --recompute-granularity selective --recompute-modules layernorm mlp",
+    "PP 4, selective recompute": pytest.param(
+        4, f"{PP4} --recompute-granularity selective --recompute-modules layernorm mlp", marks=pytest.mark.slow
     ),
     "PP 2 VPP 2, full recompute": (2, f"{VPP} 2 {FULL} --attn-res-two-phase on"),
     "PP 2, full recompute of the first layers of a stage": pytest.param(
@@ -158,6 +157,7 @@ def assert_metric(directory):
     assert all(0.3 < point.value < 1.0 for point in points)
 
 
+@pytest.mark.slow
 def test_plain_attention_mtp_and_bf16(tmp_path):
     """Plain attention with an MTP depth over TP 2 x PP 2, and the same model in bf16 with selective recomputation."""
     model = DENSE.split()
