@@ -99,6 +99,7 @@ FLAGS = """--k3-plugins kda,gated-mla --k3-platform cpu --num-layers 2 --linear-
     --eval-iters 1 --weight-decay 0.1 --clip-grad 1.0 --use-distributed-optimizer"""
 
 
+@pytest.mark.slow
 def test_stages_change_context_batch_layout_and_mix_and_a_stopped_run_goes_on(tmp_path, capsys):
     from k3_plugins.data.prepare import main as prepare
 

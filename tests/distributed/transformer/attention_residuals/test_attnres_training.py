@@ -91,6 +91,7 @@ def test_layout_equals_one_process(nprocs, words, k3, tmp_path):
     assert_equal(train(tmp_path / "run", nprocs, K3, words, start), one_process)
 
 
+@pytest.mark.slow
 def test_twenty_steps_twice_with_metric_heat_map_and_a_checkpoint_of_another_layout(k3, tmp_path):
     """Bit-identical runs; then PP 2 VPP 2 is saved in the middle and continued by one process and by PP 4."""
     start, _ = k3
