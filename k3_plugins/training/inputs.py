@@ -109,21 +109,24 @@ def check_tokenizer(args: Namespace) -> None:
         )
 
 
+DATA_ARGUMENTS = (
+    "data_path",
+    "data_args_path",
+    "train_data_path",
+    "valid_data_path",
+    "test_data_path",
+    "per_split_data_args_path",
+)
+"""Megatron's arguments that name data; ``mock_data`` needs none."""
+
+
 def check_data_named(args: Namespace) -> None:
     """Some data must be named.
 
     Raises:
         FeatureError: if none is.
     """
-    named = (
-        "data_path",
-        "data_args_path",
-        "train_data_path",
-        "valid_data_path",
-        "test_data_path",
-        "per_split_data_args_path",
-    )
-    if not args.mock_data and all(getattr(args, name) is None for name in named):
+    if not args.mock_data and all(getattr(args, name) is None for name in DATA_ARGUMENTS):
         raise FeatureError(
             "no data is named: give --train-data-path and --valid-data-path (python -m k3_plugins.data.prepare makes a "
             "data set from text and prints its flags), or --data-path, or --mock-data"

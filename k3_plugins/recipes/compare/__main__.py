@@ -26,6 +26,7 @@ from k3_plugins.recipes.compare.arm import RESERVED, Arm, ArmError, read
 from k3_plugins.recipes.compare.search import Search, search
 from k3_plugins.recipes.compare.trial import Budget, Point, Trial, TrialError, run
 from k3_plugins.recipes.compare.verdict import judge
+from k3_plugins.training.inputs import DATA_ARGUMENTS
 
 RECIPE = "--lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --clip-grad 1.0"
 """Defaults of both arms: K3's schedule. An arm's own flags come later and win."""
@@ -83,11 +84,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if verdict.aligned else 1
 
 
-DATA_FLAGS = frozenset(
-    ("data-path", "data-args-path", "train-data-path", "valid-data-path", "per-split-data-args-path", "mock-data")
-)
-
-
 def _shared(options: argparse.Namespace, arms: Sequence[Arm]) -> list[str]:
     """The words of ``--shared``.
 
@@ -99,8 +95,9 @@ def _shared(options: argparse.Namespace, arms: Sequence[Arm]) -> list[str]:
         declaration.refuse_reserved(words, RESERVED, "is set by the comparison, the same way for both arms")
     except ValueError as error:
         raise ArmError(f"--shared {options.shared!r}: {error}") from error
+    naming = {f"--{name.replace('_', '-')}" for name in (*DATA_ARGUMENTS, "mock_data")}
     for arm in arms if options.data is None else ():
-        if not DATA_FLAGS & {word.removeprefix("--").partition("=")[0] for word in (*words, *arm.flags)}:
+        if not naming & {word.partition("=")[0] for word in (*words, *arm.flags)}:
             raise ArmError(
                 "no data is named: give --data DIR (python -m k3_plugins.data.prepare makes it), or data flags in "
                 "--shared"
