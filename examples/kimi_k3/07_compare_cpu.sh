@@ -15,8 +15,19 @@ if [ $# -lt 2 ]; then
     echo "name two arms: bash $0 cosine wsd (more flags of the comparison may follow)" >&2
     exit 2
 fi
-arm() { if [ -f "$1" ]; then echo "$1"; else echo "examples/kimi_k3/compare/$1.yaml"; fi; }
-FIRST="$(arm "$1")" SECOND="$(arm "$2")"
+arm() {
+    local file
+    for file in "$1" "examples/kimi_k3/compare/$1.yaml"; do
+        if [ -f "$file" ]; then
+            echo "$file"
+            return
+        fi
+    done
+    echo "no arm $1: name a YAML file or one of: $(cd examples/kimi_k3/compare && echo *.yaml | sed 's/\.yaml//g')" >&2
+    return 2
+}
+FIRST="$(arm "$1")"
+SECOND="$(arm "$2")"
 shift 2
 read_data_args # says what to do if there is no data set
 

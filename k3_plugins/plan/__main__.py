@@ -102,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
     for path in filter(None, (options.json, options.png)):
         if not path.absolute().parent.is_dir():
             command.error(f"{path}: its folder does not exist")
+    if options.png and options.png.suffix.lower() != ".png":
+        command.error(f"--png {options.png} must end in .png")
     config = PRESETS[options.model]
     job = Job(config, options.gpus, options.context, options.global_batch_tokens // options.context)
     hardware = Hardware(

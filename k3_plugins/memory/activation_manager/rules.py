@@ -110,12 +110,12 @@ def _layers(text: str, layers: str) -> tuple[int, int]:
 
 
 def _read_yaml(path: Path) -> tuple[Rule, ...]:
-    import yaml
+    from k3_plugins import strict_yaml
 
     try:
-        contents = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise FeatureError(f"--activation-policy {path}: {' '.join(str(error).split())}") from error
+        contents = strict_yaml.read(path)
+    except ValueError as error:
+        raise FeatureError(f"--activation-policy {path}: {error}") from error
     if not isinstance(contents, list):
         raise FeatureError(f"--activation-policy {path}: the file must hold a list of rules with match and policy")
     return tuple(_yaml_rule(path, number, item) for number, item in enumerate(contents, 1))

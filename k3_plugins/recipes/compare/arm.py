@@ -57,8 +57,7 @@ class Arm(BaseModel):
         for name, entries in value.items():
             if not isinstance(entries, list) or not entries:
                 raise ValueError(f"{name} must be a list of numbers")
-        # YAML reads 1e-3 as a text
-        return {name: tuple(float(entry) for entry in entries) for name, entries in value.items()}
+        return {name: tuple(_number(name, entry) for entry in entries) for name, entries in value.items()}
 
     @model_validator(mode="after")
     def _sane(self) -> Arm:
@@ -76,6 +75,13 @@ class Arm(BaseModel):
     def batches(self) -> tuple[int, ...]:
         """Global batch sizes to try; empty if the flags or the shared flags decide."""
         return tuple(int(entry) for entry in self.grid.get(BATCH, ()))
+
+
+def _number(name: str, entry: object) -> float:
+    try:
+        return float(str(entry))  # YAML reads 1e-3 as a text
+    except ValueError as cause:
+        raise ValueError(f"{name} {entry!r} is no number") from cause
 
 
 def read(path: Path) -> Arm:

@@ -61,7 +61,10 @@ class Stage(BaseModel):
     @classmethod
     def _count(cls, value: object) -> object:
         if isinstance(value, str):  # YAML reads 1e9 as a text
-            value = float(value)
+            try:
+                value = float(value)
+            except ValueError:
+                return value  # the field's own check says what must be there
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     @field_validator("flags", mode="before")

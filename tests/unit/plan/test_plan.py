@@ -124,6 +124,9 @@ def test_command_line(tmp_path, capsys):
     assert main([*base[:2], "--gpus", "1", "--gpu-memory", "24"]) == 1
     text = capsys.readouterr().out
     assert "No layout fits" in text and "nearest: " in text and "does not fit under any policy" in text
+    with pytest.raises(SystemExit):
+        main([*base, "--png", str(tmp_path / "plan.json")])
+    assert "plan.json must end in .png" in capsys.readouterr().err
 
 
 def test_the_flags_of_a_plan_train(tmp_path):

@@ -71,9 +71,9 @@ scale-with-steps: {lr-wsd-decay-iters: 0.2}
     ("text", "message"),
     [
         ("- 1", "must be a mapping with name, flags and grid"),
-        ("name: a\ngrid: {lr: [1e-3]}\nsteps: 3", "steps: Extra inputs are not permitted"),
-        ("name: a", "grid: Field required"),
-        ("name: a/b\ngrid: {lr: [1e-3]}", "name: String should match"),
+        ("name: a\ngrid: {lr: [1e-3]}\nsteps: 3", "steps is no field here"),
+        ("name: a", "grid is missing"),
+        ("name: a/b\ngrid: {lr: [1e-3]}", "name is 'a/b', but must be letters, digits"),
         ("name: a\ngrid: {global-batch-size: [8]}", "grid: must hold 'lr'"),
         ("name: a\ngrid: {lr: [2e-3, 1e-3]}", "must ascend without repetition"),
         ("name: a\ngrid: {lr: [0, 1e-3]}", "must be positive numbers"),
@@ -82,6 +82,11 @@ scale-with-steps: {lr-wsd-decay-iters: 0.2}
         ("name: a\nflags: --lr 1\ngrid: {lr: [1e-3]}", "--lr is set by the comparison"),
         ("name: a\nflags: [--train-iters=5]\ngrid: {lr: [1e-3]}", "--train-iters=5 is set by the comparison"),
         ("name: [", "cannot be read"),
+        ("name: a\nname: b\ngrid: {lr: [1e-3]}", "'name' is given twice"),
+        ("name: a\ngrid: {lr: [1e-3], lr: [2e-3]}", "'lr' is given twice"),
+        ("name: a\ngrid: {lr: [1e-3]}\nnproc: two", "nproc is 'two', but must be a whole number"),
+        ("name: a\ngrid: {lr: [fast]}", "grid: lr 'fast' is no number"),
+        ("name: a\ngrid: {lr: [1e-3]}\n3: 4", "must be a mapping with name, flags and grid"),
     ],
 )
 def test_a_wrong_arm_is_one_sentence(text, message, tmp_path, capsys):

@@ -63,6 +63,9 @@ def test_flag_and_yaml_say_the_same(tmp_path):
         file.write_text(f"- {{match: {match}, policy: cpu}}\n")
         with pytest.raises(FeatureError, match="rule 1: match .* must be the name"):
             parse_rules(str(file))
+    file.write_text("- {match: mlp, policy: cpu, policy: fp8}\n")
+    with pytest.raises(FeatureError, match="'policy' is given twice.*rules.yaml.*line 1, column 29"):
+        parse_rules(str(file))
     file.write_text("mlp: cpu\n")
     with pytest.raises(FeatureError, match="must hold a list"):
         parse_rules(str(file))
