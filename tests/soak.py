@@ -1,17 +1,19 @@
 """A training job whose ranks are killed at random and that is started again, against the same job left alone.
 
-    python -m tests.soak --minutes 30 [--steps 400] [--seed 0] [--folder DIR]
+    python -m tests.soak --minutes 30 [--steps 200] [--seed 0] [--folder DIR]
 
 The job has the whole preset k3 on four processes (PP 2, VPP 2, EP 2, text and images), as `tests.distributed.models.
 test_everything`, saves every few steps, and is started by torchrun as a user does. A kill is SIGKILL to one rank at a
 random moment, in the middle of a save too. After every start the first step must be the one behind the last complete
 checkpoint, and at the end every step's loss and gradient norm must have the bits of the undisturbed run. Killing ends
-with the minutes, or with the job if that comes first: give it steps enough. A start that fails by itself ends the test.
+with the minutes, or with the job if that comes first: give it steps enough. A start that fails by itself ends the test,
+and a test in which nothing was killed has shown nothing and does not pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -50,6 +52,15 @@ class Soak:
     """From the undisturbed run; None if every step has the same bits."""
     lost: list[str]
     """Starts that did not go on behind the last complete checkpoint."""
+
+    def faults(self) -> list[str]:
+        """Why the test did not pass; empty if it did."""
+        faults = [*self.lost]
+        if not self.kills:
+            faults.append("no rank was killed: give the job more --steps or the kills more --minutes")
+        if self.first_difference:
+            faults.append(f"the undisturbed run: {self.first_difference}")
+        return faults
 
 
 class Job:
@@ -94,6 +105,26 @@ def ranks(launcher: subprocess.Popen) -> list[psutil.Process]:
         return []
 
 
+def kill_one(victims: Sequence[psutil.Process], draw: random.Random) -> bool:
+    """SIGKILL to one of the processes; False if there is none or it has ended by itself."""
+    if not victims:
+        return False
+    try:
+        victims[draw.randrange(len(victims))].send_signal(signal.SIGKILL)
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def end(launcher: subprocess.Popen) -> None:
+    """Leave neither the launcher nor a rank behind, however the test ends."""
+    if launcher.poll() is None:
+        for process in [*ranks(launcher), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.wait()
+
+
 def soak(folder: Path, steps: int, minutes: float, most_kills: int | None = None, seed: int = 0) -> Soak:
     """Run the disturbed job for so many minutes of kills and then to its end, and the undisturbed one."""
     draw = random.Random(seed)
@@ -110,16 +141,17 @@ def soak(folder: Path, steps: int, minutes: float, most_kills: int | None = None
         killing = time.monotonic() < until and (most_kills is None or kills < most_kills)
         # wait for the first step of this start, then for a random time that may end inside a save
         wanted, killed = draw.uniform(0, 1.5 * SAVE_EVERY), False
-        while launcher.poll() is None:
-            time.sleep(0.05)
-            if killing and len(job.steps()) - before >= wanted:
-                time.sleep(draw.uniform(0, 1))
-                victims = ranks(launcher)
-                if victims:
-                    victims[draw.randrange(len(victims))].send_signal(signal.SIGKILL)
-                    kills, killed = kills + 1, True
-                break
-        code = launcher.wait()
+        try:
+            while launcher.poll() is None:
+                time.sleep(0.05)
+                if killing and len(job.steps()) - before >= wanted:
+                    time.sleep(draw.uniform(0, 1))
+                    killed = kill_one(ranks(launcher), draw)
+                    break
+            code = launcher.wait()
+        finally:
+            end(launcher)
+        kills += killed and code != 0  # a signal that came behind the last step has killed nothing
         fresh = job.steps()[before:]
         if fresh and fresh[0] != saved + 1:
             lost.append(f"start {job.starts} began with step {fresh[0]}, the checkpoint was {saved}")
@@ -130,14 +162,19 @@ def soak(folder: Path, steps: int, minutes: float, most_kills: int | None = None
         if not killed:
             raise RuntimeError(f"start {job.starts} ended with {code} without a kill: see {job.folder}")
     alone = Job(folder / "left_alone", data, steps)
-    if code := alone.start().wait():
+    launcher = alone.start()
+    try:
+        code = launcher.wait()
+    finally:
+        end(launcher)
+    if code:
         raise RuntimeError(f"the undisturbed run ended with {code}: see {alone.folder}")
     ours, theirs = losses.read(job.records), losses.read(alone.records)
     return Soak(kills, job.starts, resumed, len(theirs), losses.first_difference(ours, theirs), lost)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 if nothing was lost."""
+    """0 if ranks were killed and nothing was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="time in which ranks are killed (default 30)")
     parser.add_argument("--steps", type=int, default=200, help="steps of the job (default 200)")
@@ -149,10 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         result = soak(folder, options.steps, options.minutes, seed=options.seed)
     print(f"{result.kills} kills, {result.starts} starts, resumed from {result.resumed_from}, {result.steps} steps")
-    for text in result.lost:
-        print(text)
-    print("the undisturbed run: " + (result.first_difference or "every step has the same bits"))
-    return int(bool(result.lost or result.first_difference))
+    faults = result.faults()
+    print("\n".join(faults or ["nothing was lost, and every step has the bits of the undisturbed run"]))
+    return int(bool(faults))
 
 
 if __name__ == "__main__":
