@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
-from k3_plugins.activation import digest
+from k3_plugins.activation import current, digest
 from k3_plugins.arguments import plain
-from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX
+from k3_plugins.failure import EXIT_BAD_ARGUMENTS, PREFIX, fail
 
 _POSTED = "k3_plugins/activation/rank_{}"
 _VERDICT = "k3_plugins/activation/verdict"
@@ -191,6 +191,19 @@ def meet(seconds: float = 15.0) -> None:
         store.wait([f"{counter}/all"])
     except (RuntimeError, ValueError, KeyError):  # a lost store or a rank that did not come: this rank ends alone
         return
+
+
+def end_every_rank(message: str, code: int = EXIT_BAD_ARGUMENTS) -> NoReturn:
+    """End with a sentence on every rank: through the abort channel once there is one.
+
+    Before that all ranks read the same arguments, find the same fault, and wait for each other to say so.
+    """
+    activation = current()
+    channel = activation.abort_channel if activation else None
+    if channel is not None:
+        channel.publish(message, code)
+    meet_others = channel is None and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    fail(message, code=code, at_once=channel is not None or meet_others, before_leaving=meet if meet_others else None)
 
 
 class AbortChannel:

@@ -94,7 +94,7 @@ def check(own: Namespace, args: Namespace, activation: Activation | None) -> boo
     Returns:
         Whether the checkpoint to be loaded is a draft's, with the fusion matrix in it.
     """
-    from k3_plugins.failure import fail
+    from k3_plugins.agreement import end_every_rank
     from k3_plugins.feature import FeatureError
     from k3_plugins.training.inputs import check_data_named
 
@@ -156,7 +156,7 @@ def check(own: Namespace, args: Namespace, activation: Activation | None) -> boo
         check_data_named(args)
         return _holds_draft(args)
     except FeatureError as error:
-        fail(str(error), at_once=args.world_size > 1)
+        end_every_rank(str(error))
 
 
 def _holds_draft(args: Namespace) -> bool:

@@ -13,11 +13,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from k3_plugins import activation_report, manifest
 from k3_plugins.activation import Activation, current
-from k3_plugins.agreement import AbortChannel, Disagreement, compare, layout, meet
+from k3_plugins.agreement import AbortChannel, Disagreement, compare, end_every_rank, layout
 from k3_plugins.arguments import config_from_args, described_model, extend_parser
 from k3_plugins.failure import fail, place_of
 from k3_plugins.feature import FeatureError, Witness
@@ -53,10 +53,10 @@ def argument_errors(where: str, kinds: tuple[type[Exception], ...] = (Exception,
     try:
         yield
     except (FeatureError, PatchError) as error:
-        _end(str(error))
+        end_every_rank(str(error))
     except kinds as error:
         text = str(error) or _wordless(error)
-        _end(
+        end_every_rank(
             f"{where} does not accept these arguments: {text} ({place_of(error)}). Change the flags named there."
             f"{_flags_of_fields(text)}"
         )
@@ -77,14 +77,8 @@ def _wordless(error: Exception) -> str:
     return f"{type(error).__name__} at `{traceback.extract_tb(error.__traceback__)[-1].line}`"
 
 
-def _end(message: str, code: int = 2) -> NoReturn:
-    """End every rank: through the abort channel once there is one; before that all ranks read the same arguments."""
-    activation = current()
-    channel = activation.abort_channel if activation else None
-    if channel is not None:
-        channel.publish(message, code)
-    meet_others = channel is None and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    fail(message, code=code, at_once=channel is not None or meet_others, before_leaving=meet if meet_others else None)
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else _wordless(error)
 
 
 def _arguments(original: Callable[..., ArgumentParser]) -> Callable[..., ArgumentParser]:
@@ -165,6 +159,26 @@ def _container_errors(original: Callable[..., Any]) -> Callable[..., Any]:
     return pretrain_cfg_container_from_args
 
 
+def _pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def pretrain(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return original(*arguments, **keywords)
+        except Exception as error:
+            activation = _activation()
+            if activation.witnesses:  # the first step is done; the ranks no longer watch the channel
+                raise
+            if isinstance(error, (FeatureError, PatchError)):
+                end_every_rank(str(error))
+            if activation.abort_channel is not None:
+                # this rank ends with a traceback; the others must not wait for it in a collective
+                message = f"failed before the first training step was done: {_words(error)}"
+                activation.abort_channel.publish(message, code=1)
+            raise
+
+    return pretrain
+
+
 # -- start-up ----------------------------------------------------------------------------------------------------------
 
 
@@ -219,9 +233,12 @@ def _set_up(original: Callable[..., Any]) -> Callable[..., Any]:
             _check_data()
             built = original(*arguments, **keywords)
             activation.manager.recheck()
-        except Exception as error:
-            _end_set_up(activation, error)
-            raise
+        except (AssertionError, ValueError) as error:
+            traceback.print_exception(error)
+            text = _words(error)
+            end_every_rank(
+                f"the model cannot be set up with these arguments: {text}; see the traceback above{_advice(text)}"
+            )
         _report_once(activation)
         return built
 
@@ -237,17 +254,6 @@ def _check_data() -> None:
         check_data_files(get_args())
 
 
-def _end_set_up(activation: Activation, error: Exception) -> None:
-    """Tell the other ranks about a failure that may be this rank's alone. Returns if it is no argument error."""
-    text = f"{type(error).__name__}: {error}" if str(error) else _wordless(error)
-    if isinstance(error, (FeatureError, PatchError)):
-        _end(str(error))
-    if isinstance(error, (AssertionError, ValueError)):
-        traceback.print_exception(error)
-        _end(f"the model cannot be set up with these arguments: {text}; see the traceback above{_advice(text)}")
-    _tell_the_others(activation, f"set-up failed: {text}")
-
-
 def _advice(text: str) -> str:
     """What to type, for faults of Megatron's whose text does not say it."""
     if "OptimizerParamScheduler" in text:
@@ -258,12 +264,6 @@ def _advice(text: str) -> str:
     return ""
 
 
-def _tell_the_others(activation: Activation, message: str) -> None:
-    """This rank is about to end with a traceback; the others must not wait for it in a collective."""
-    if activation.abort_channel is not None:
-        activation.abort_channel.publish(message, code=1)
-
-
 def _report_once(activation: Activation) -> None:
     import torch.distributed as dist
     from megatron.training import get_args
@@ -272,6 +272,7 @@ def _report_once(activation: Activation) -> None:
         activation_report.print_activation(activation)
     if get_args().skip_train and activation.abort_channel is not None:
         activation.abort_channel.stop()  # no first step will do it
+        activation.abort_channel = None
 
 
 # -- first step --------------------------------------------------------------------------------------------------------
@@ -283,11 +284,7 @@ def _first_step(original: Callable[..., Any]) -> Callable[..., Any]:
         activation = _activation()
         if activation.witnesses:
             return original(forward_step_func, data_iterator, model, *arguments, **keywords)
-        try:
-            result = original(forward_step_func, data_iterator, model, *arguments, **keywords)
-        except Exception as error:
-            _tell_the_others(activation, f"the first training step failed: {type(error).__name__}: {error}")
-            raise
+        result = original(forward_step_func, data_iterator, model, *arguments, **keywords)
         should_exit = result[3]
         if not should_exit:
             activation.witnesses = hear_witnesses(activation, model)
@@ -444,6 +441,16 @@ ENGINE_PATCHES: tuple[Patch, ...] = (
         reason="the optimizer's, the data-parallel and the checkpoint configuration check flags as well, and raise "
         "tracebacks with exit code 1",
         remove_when="Megatron ends with exit code 2 on argument errors",
+    ),
+    Patch(
+        id="engine.pretrain",
+        target="megatron.training.training:pretrain",
+        kind=PatchKind.WRAP,
+        implementation=_pretrain,
+        feature="engine",
+        reason="a rank that fails alone, in building its model, its data or in the first step, leaves the others "
+        "waiting in a collective; no hook is called with the exception",
+        remove_when="pretrain calls a hook with the exception that ends it",
     ),
     Patch(
         id="engine.agreement",

@@ -241,7 +241,7 @@ def select(names: Sequence[str], line: CommandLine = CommandLine()) -> Selection
             wanted.append(name)
         else:
             raise FeatureError(_unknown(name, known))
-    for name in set(wanted):
+    for name in dict.fromkeys(wanted):
         owners = [entry for entry in entries if entry.name == name]
         if len(owners) > 1:
             raise FeatureError(

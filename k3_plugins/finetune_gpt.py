@@ -81,7 +81,7 @@ def train(own: Namespace) -> None:
 def check(own: Namespace, args: Namespace) -> None:
     """End with exit code 2 if no conversations are named, or flags ask for what this door does not do."""
     from k3_plugins import activation, bootstrap, manifest
-    from k3_plugins.failure import fail
+    from k3_plugins.agreement import end_every_rank
     from k3_plugins.feature import FeatureError
     from k3_plugins.training.inputs import check_spec
 
@@ -115,7 +115,7 @@ def check(own: Namespace, args: Namespace) -> None:
             if not bootstrap.opened().allow_empty_load:
                 manifest.require_checkpoint(args)
     except FeatureError as error:
-        fail(str(error), at_once=args.world_size > 1)
+        end_every_rank(str(error))
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def compare(found: Found, activation: Activation) -> list[str]:
     faults = _faults(saved_changing, changing, activation)
     if faults:
         listing = "\n".join(f"  - {fault}" for fault in faults)
-        flags = " ".join(_flags_to_use(saved, saved_changing, activation))
+        flags = " ".join(_flags_to_use(saved_changing, activation))
         raise FeatureError(
             f"checkpoint {found.folder} does not fit the active features:\n{listing}\nTo load it, use:\n  {flags}"
         )
@@ -364,20 +364,18 @@ def check_model(args: Any, activation: Activation) -> None:
         listing = "\n".join(
             f"  - {name}: {saved.get(name)!r} when it was saved, now {activation.model.get(name)!r}" for name in changed
         )
-        flags = [word for name in changed for word in _model_flag(name, saved.get(name))]
-        raise FeatureError(
-            f"checkpoint {found.folder} holds another model:\n{listing}\nTo load it, use:\n  {shlex.join(flags)}"
-        )
+        flags = " ".join(_model_flag(name, saved.get(name)) for name in changed)
+        raise FeatureError(f"checkpoint {found.folder} holds another model:\n{listing}\nTo load it, use:\n  {flags}")
 
 
-def _model_flag(name: str, value: Any) -> list[str]:
-    """The words that give one of Megatron's arguments a value (none for what is the absence of a flag)."""
-    if name == "add_bias_linear":
-        return [] if value else ["--disable-bias-linear"]
-    if value is None or value is False:
-        return []
+def _model_flag(name: str, value: Any) -> str:
+    """How to give one of Megatron's arguments a value, or what to leave out for it."""
     flag = f"--{name.replace('_', '-')}"
-    return [flag] if value is True else [flag, json.dumps(value, separators=(",", ":"))]
+    if name == "add_bias_linear":
+        flag, value = "--disable-bias-linear", not value
+    if value is None or value is False:
+        return f"(without {flag})"
+    return flag if value is True else shlex.join([flag, json.dumps(value, separators=(",", ":"))])
 
 
 def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation: Activation) -> list[str]:
@@ -387,7 +385,7 @@ def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation:
         for name, feature in active.items()
         if name not in saved and not may_join(feature)
     ]
-    for name in saved.keys() & active.keys():
+    for name in sorted(saved.keys() & active.keys()):
         config = activation.configs.get(name)
         now = {field: plain(getattr(config, field)) for field in parameter_fields(active[name])}
         before = saved[name]["config"]
@@ -401,7 +399,7 @@ def _faults(saved: Mapping[str, Any], active: Mapping[str, Feature], activation:
     return faults
 
 
-def _flags_to_use(saved: Mapping[str, Any], saved_changing: Mapping[str, Any], activation: Activation) -> list[str]:
+def _flags_to_use(saved_changing: Mapping[str, Any], activation: Activation) -> list[str]:
     """The checkpoint's features that matter, plus the active ones that do not or that may join, in feature order."""
     harmless = [f.name for f in activation.features if not f.changes_parameters or may_join(f)]
     names = [*saved_changing, *(name for name in harmless if name not in saved_changing)]

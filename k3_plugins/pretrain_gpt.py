@@ -61,7 +61,7 @@ def check_named(args: Namespace) -> None:
     model, from scratch.
     """
     from k3_plugins import activation, bootstrap, manifest
-    from k3_plugins.failure import fail
+    from k3_plugins.agreement import end_every_rank
     from k3_plugins.feature import FeatureError
     from k3_plugins.training.inputs import check_data_named, check_spec
 
@@ -72,7 +72,7 @@ def check_named(args: Namespace) -> None:
             if not bootstrap.opened().allow_empty_load:
                 manifest.require_checkpoint(args)
     except FeatureError as error:
-        fail(str(error), at_once=args.world_size > 1)
+        end_every_rank(str(error))
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:

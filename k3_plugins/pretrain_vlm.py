@@ -96,7 +96,7 @@ def train(own: Namespace, activation: Activation | None) -> None:
 
 def check(own: Namespace, args: Namespace, activation: Activation | None) -> None:
     """End with exit code 2 if the encoder or the data is not named, or flags ask for what this door does not do."""
-    from k3_plugins.failure import fail
+    from k3_plugins.agreement import end_every_rank
     from k3_plugins.vision.training.tokens import SIZE
 
     data = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -139,7 +139,7 @@ def check(own: Namespace, args: Namespace, activation: Activation | None) -> Non
     ]
     for wrong, text in problems:
         if wrong:
-            fail(text, at_once=args.world_size > 1)
+            end_every_rank(text)
 
 
 def energon_problems(own: Namespace, args: Namespace, activation: Activation | None) -> list[tuple[bool, str]]:

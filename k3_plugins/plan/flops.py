@@ -20,6 +20,16 @@ def layer_flops(config: KimiK3Config, layer: int, context: int) -> float:
     return flops + FMA * config.num_attention_heads * widths * context / 2
 
 
+def feed_forward_flops(config: KimiK3Config, layer: int) -> tuple[float, float, float]:
+    """Of a layer's dense network, of its routed experts with router and projections, and of its shared experts."""
+    kinds = {"dense feed-forward": 0, "router": 1, "latent projections": 1, "experts": 1, "shared experts": 2}
+    flops = [0.0, 0.0, 0.0]
+    for part in layer_parts(config, layer):
+        if part.name in kinds:
+            flops[kinds[part.name]] += FMA * part.parameters * part.share_used
+    return flops[0], flops[1], flops[2]
+
+
 def ends_flops(config: KimiK3Config) -> float:
     """Of the embedding and the output layer."""
     parts = [*first_parts(config), *last_parts(config)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
 from argparse import Namespace
 
@@ -44,10 +45,20 @@ def check_sizes(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1 and name not in skipped:
             raise FeatureError(f"{_flag(name)} {value} must be at least 1")
+    for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
+        value = getattr(args, name)
+        if value is not None and not math.isfinite(value):
+            raise FeatureError(f"{_flag(name)} {value} must be a finite number")
+    counted = not (args.skip_train or args.full_validation or args.perform_rl_step)
+    if counted and not (args.eval_interval or 0) > 0:
+        raise FeatureError(
+            f"--eval-interval {args.eval_interval}: give a number of steps; Megatron counts validation samples by it,"
+            " with --eval-iters 0 too"
+        )
 
 
 def check_layout(args: Namespace) -> None:
-    """What Megatron refuses with a traceback in the first forward pass only.
+    """What Megatron refuses with a traceback in the first forward pass only, or with names that nobody typed.
 
     Raises:
         FeatureError: naming the flag to give.
@@ -57,6 +68,13 @@ def check_layout(args: Namespace) -> None:
         raise FeatureError(
             f"--num-experts {args.num_experts} with --tensor-model-parallel-size {tensor}: Megatron trains MoE layers"
             " under tensor parallelism with sequence parallelism only; add --sequence-parallel"
+        )
+    data, rest = divmod(args.world_size, tensor * args.pipeline_model_parallel_size * args.context_parallel_size)
+    same = args.eval_global_batch_size is None and args.eval_micro_batch_size is None
+    if same and not rest and (args.global_batch_size or 0) % (args.micro_batch_size * max(data, 1)):
+        raise FeatureError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size"
+            f" {args.micro_batch_size} x {data} data-parallel ranks"
         )
 
 

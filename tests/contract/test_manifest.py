@@ -200,6 +200,18 @@ def test_experts_with_an_optimizer_of_their_own(before, after, flag, saved, acti
         manifest.check_model(Namespace(**{**vars(args), **way_out}), now)
 
 
+def test_another_model_is_named_with_what_to_type_and_what_to_leave_out(saved, activation):
+    first, now = activation(8), activation(8)
+    first.model = {"num_layers": 4, "swiglu": False, "num_experts": None, "add_bias_linear": False}
+    now.model = {"num_layers": 2, "swiglu": True, "num_experts": 8, "add_bias_linear": True}
+    args = arguments(saved(first), num_experts=8, moe_use_upcycling=False, no_load_optim=True)
+    with pytest.raises(FeatureError, match="holds another model") as caught:
+        manifest.check_model(args, now)
+    told = str(caught.value).rpartition("To load it, use:")[2]
+    words = ("--num-layers 4", "(without --swiglu)", "(without --num-experts)", "--disable-bias-linear")
+    assert all(word in told for word in words) and "(without --disable" not in told
+
+
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 

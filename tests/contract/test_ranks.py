@@ -6,6 +6,7 @@ import pytest
 
 from k3_plugins.agreement import Disagreement, compare, ranks_text
 from tests.contract.toys import TINY_GPT, run_ranks
+from tests.harness.launch import launch
 
 DOOR = "k3_plugins.pretrain_gpt"
 
@@ -143,6 +144,23 @@ def test_a_rank_whose_model_cannot_be_built_ends_all(tmp_path):
     ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_BAD_BUILD="1")
     both_exit_with(ranks, "the toy does not fit stage 1")
     assert "rank 1: " in ranks.logs[0], ranks
+
+
+def test_a_rank_whose_data_cannot_be_built_ends_all(tmp_path):
+    """Megatron builds data between the set-up and the first step."""
+    flags = [*TINY_GPT, "--pipeline-model-parallel-size", "2", "--k3-plugins", "toy"]
+    ranks = run_ranks(DOOR, flags, tmp_path, nprocs=2, TOY_BAD_DATA="1")
+    assert ranks.codes == [1, 1] and "Traceback" in ranks.logs[1], ranks
+    assert "error: rank 1: failed before the first training step was done: OSError" in ranks.logs[0], ranks
+
+
+@pytest.mark.slow
+def test_a_door_ends_every_rank_with_its_own_sentence(tmp_path):
+    """Under torchrun, which ends the other ranks as soon as one is gone."""
+    flags = [word for word in TINY_GPT if word != "--mock-data"]
+    run = launch(DOOR, flags, nprocs=2, torchrun=True, timeout=120, check=False)
+    assert run.rc != 0 and not run.timed_out, run
+    assert all(log.count("k3_plugins: error: no data is named") == 1 for log in run.logs), run
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A third party's plug-in for the contract tests: it can be told, through the environment, to misbehave on one rank.
 
-TOY_BAD_WITNESS, TOY_EXTRA_PATCH, TOY_BAD_BUILD: the number of that rank.
+TOY_BAD_WITNESS, TOY_EXTRA_PATCH, TOY_BAD_BUILD, TOY_BAD_DATA: the number of that rank.
 """
 
 import functools
@@ -26,11 +26,19 @@ class ToyConfig:
     """Implementation of the toy."""
 
 
+def _no_data(provider):
+    raise OSError("the toy's disk is gone")
+
+
 def _broken_scheduler(original):
     @functools.wraps(original)
     def get_optimizer_param_scheduler(optimizer):
         if _told("TOY_BAD_BUILD"):
             raise ValueError("the toy does not fit stage 1; use --toy-width 1")
+        if _told("TOY_BAD_DATA"):
+            from megatron.training import training
+
+            training.build_train_valid_test_data_iterators = _no_data
         return original(optimizer)
 
     return get_optimizer_param_scheduler

@@ -20,6 +20,26 @@ SIZES = dict(
     train_iters=None,
     train_samples=None,
     skip_train=False,
+    full_validation=False,
+    perform_rl_step=False,
+    eval_interval=10,
+    lr=1e-3,
+    min_lr=0.0,
+    weight_decay=0.1,
+    clip_grad=1.0,
+)
+LAYOUT = dict(
+    num_experts=8,
+    tensor_model_parallel_size=2,
+    pipeline_model_parallel_size=1,
+    context_parallel_size=1,
+    sequence_parallel=False,
+    skip_train=False,
+    world_size=4,
+    global_batch_size=4,
+    micro_batch_size=1,
+    eval_global_batch_size=None,
+    eval_micro_batch_size=None,
 )
 
 
@@ -31,6 +51,10 @@ SIZES = dict(
         ({"seq_length": 0}, "--seq-length 0 must be at least 1"),
         ({"train_iters": 0}, "--train-iters 0 must be at least 1"),
         ({"num_layers": -1}, "--num-layers -1 must be at least 1"),
+        ({"lr": float("nan")}, "--lr nan must be a finite number"),
+        ({"clip_grad": float("inf")}, "--clip-grad inf must be a finite number"),
+        ({"eval_interval": None}, "--eval-interval None: give a number of steps; .*"),
+        ({"eval_interval": 0}, "--eval-interval 0: give a number of steps; .*"),
     ],
 )
 def test_sizes(change, message):
@@ -46,16 +70,23 @@ def test_a_derived_width_of_zero_is_refused():
 
 def test_good_sizes():
     inputs.check_sizes(Namespace(**SIZES))
-    inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))
+    inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True, "eval_interval": None}))
 
 
 def test_experts_are_trained_under_tensor_parallelism_with_sequence_parallelism():
-    layout = dict(num_experts=8, tensor_model_parallel_size=2, sequence_parallel=False, skip_train=False)
     with pytest.raises(FeatureError, match="--num-experts 8 with --tensor-model-parallel-size 2: .* --seq"):
-        inputs.check_layout(Namespace(**layout))
+        inputs.check_layout(Namespace(**LAYOUT))
     for change in ({"sequence_parallel": True}, {"skip_train": True}, {"num_experts": None}):
-        inputs.check_layout(Namespace(**{**layout, **change}))
-    inputs.check_layout(Namespace(**{**layout, "tensor_model_parallel_size": 1}))
+        inputs.check_layout(Namespace(**{**LAYOUT, **change}))
+    inputs.check_layout(Namespace(**{**LAYOUT, "tensor_model_parallel_size": 1}))
+
+
+def test_a_batch_that_the_ranks_cannot_share():
+    dense = {**LAYOUT, "num_experts": None, "global_batch_size": 3}
+    with pytest.raises(FeatureError, match="--global-batch-size 3 is no multiple of --micro-batch-size 1 x 2 data-par"):
+        inputs.check_layout(Namespace(**dense))
+    for change in ({"global_batch_size": 6}, {"global_batch_size": None}, {"eval_global_batch_size": 4}):
+        inputs.check_layout(Namespace(**{**dense, **change}))
 
 
 @pytest.mark.parametrize(
