@@ -1,10 +1,12 @@
 """Images and videos with texts out of webdataset tar shards, found by their headers alone.
 
-A pair is two neighbouring files of one key: ``KEY.png`` and a text, ``KEY.txt`` (captions, as
-``k3_plugins.data.render`` writes them) or another suffix; a text may stand alone where that is allowed. An animated
-PNG is a video. A text may say with ``<|media_pad|>`` where in it the image stands; otherwise the image comes first.
-Nothing is unpacked: offsets into
-the shards are kept, and the size of an image is read from the first bytes of its PNG.
+A pair is two files of one key: ``KEY.png`` and a text, ``KEY.txt`` (captions, as ``k3_plugins.data.render`` writes
+them) or another suffix; a text may stand alone where that is allowed. An animated PNG is a video. A text may say with
+``<|media_pad|>`` where in it the image stands; otherwise the image comes first. As in webdataset a key is the path up
+to the first dot of the file's name, and names without a dot or that begin with one belong to no pair.
+Nothing is unpacked: offsets into the shards are kept, and the size of an image is read from the first bytes of its PNG.
+
+Letters: n bytes of a text without the mark, H x W pixels of an image, N patches of it, P edge of a patch.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ def find_pairs(
 
     Raises:
         FeatureError: no shards, or a file that is no tar.
-        BadSample: no PNG, a pair without its half, a size that the encoder refuses, marks that do not fit the images.
+        BadSample: no PNG, a pair without its half, a file that is there twice, a size that the encoder refuses, marks
+            that do not fit the images.
     """
     shards = sorted(Path(folder).glob("*.tar"))
     if not shards:
@@ -111,17 +114,29 @@ def _pairs_of(
     shard: Path, config: MoonViTConfig, suffix: str, text_alone: bool, bad: list[BadSample] | None
 ) -> list[Pair]:
     files: dict[str, dict[str, tuple[int, int]]] = {}
+    twice: dict[str, str] = {}
     try:
         with tarfile.open(shard) as tar:
             for member in tar:
-                key, _, kind = member.name.partition(".")
-                files.setdefault(key, {})[kind] = (member.offset_data, member.size)
+                folder, slash, name = member.name.rpartition("/")
+                stem, _, kind = name.partition(".")
+                if not (member.isfile() and stem and kind):
+                    continue
+                key = folder + slash + stem
+                parts = files.setdefault(key, {})
+                if kind in parts:
+                    twice[key] = kind
+                parts[kind] = (member.offset_data, member.size)
     except (OSError, tarfile.TarError) as error:
-        raise FeatureError(f"{shard} cannot be read as a tar file: {error}") from error
+        raise FeatureError(f"{shard} cannot be read as a tar file: {error}; write it anew") from error
     pairs = []
     with shard.open("rb") as stream:
         for key, parts in files.items():
             try:
+                if key in twice:
+                    raise BadSample(
+                        "repeated", f"{shard}: {key}.{twice[key]} is there twice: give every sample a name of its own"
+                    )
                 pairs.append(_pair_of(stream, shard, key, parts, config, suffix, text_alone))
             except BadSample as sample:
                 if bad is None:
@@ -141,9 +156,7 @@ def _pair_of(
 ) -> Pair:
     for kind in (suffix,) if text_alone else ("png", suffix):
         if kind not in parts:
-            raise BadSample(
-                "incomplete", f"{shard}: sample {key} has no {key}.{kind}, only {', '.join(sorted(parts))}"
-            )
+            raise BadSample("incomplete", f"{shard}: sample {key} has no {key}.{kind}, only {', '.join(sorted(parts))}")
     clip = None
     if "png" in parts:
         size = png_size(stream, *parts["png"])

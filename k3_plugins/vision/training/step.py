@@ -23,7 +23,6 @@ from torch import Tensor
 
 from k3_plugins.activation import active, current
 from k3_plugins.failure import fail_together
-from k3_plugins.feature import FeatureError
 from k3_plugins.training.forward_step import loss_func
 from k3_plugins.training.provider import on_every_rank
 from k3_plugins.vision.moonvit.config import MoonViTConfig
@@ -32,7 +31,7 @@ from k3_plugins.vision.moonvit.flops import STEP
 from k3_plugins.vision.training.context import cut, encode_images, loss_of, on_device
 from k3_plugins.vision.training.pairs import Pair
 from k3_plugins.vision.training.rows import PairRows
-from k3_plugins.vision.training.usable import PairSource, named_failures, usable_pairs
+from k3_plugins.vision.training.usable import PairSource, in_words, named_failures, usable_pairs
 
 if TYPE_CHECKING:
     from k3_plugins.vision.training.energon_rows import EnergonRows
@@ -86,9 +85,7 @@ def _in_bubbles() -> bool:
     return activation is not None and "vision-bubble" in activation.names
 
 
-def dataset_provider(
-    train: str, valid: str | None, source: PairSource, config: MoonViTConfig
-) -> Callable[..., tuple]:
+def dataset_provider(train: str, valid: str | None, source: PairSource, config: MoonViTConfig) -> Callable[..., tuple]:
     """Megatron's ``train_valid_test_dataset_provider``; every rank reads the headers and ends with 2 if one is bad."""
 
     @cache  # with virtual pipelines the provider is called for every chunk
@@ -131,15 +128,15 @@ def _streams(
     train: str, valid: str | None, source: PairSource, config: MoonViTConfig, needed: bool, images: bool
 ) -> tuple:
     """Energon's streams where rows are needed; every rank ends if one cannot open them."""
-    from k3_plugins.vision.training.energon_rows import energon_rows
-
     found: tuple[EnergonRows | None, EnergonRows | None] = (None, None)
     problem = None
     try:
         if needed:
+            from k3_plugins.vision.training.energon_rows import energon_rows
+
             found = energon_rows(train, valid, config, source.skip_bad, images)
-    except FeatureError as error:
-        problem = str(error)
+    except Exception as error:
+        problem = in_words(error, f"opening the streams of --vision-data {train}")
     fail_together(problem)
     return (*found, None)
 

@@ -8,6 +8,7 @@ on all ranks or on none: stages of a pipeline read the same row for different pa
 from __future__ import annotations
 
 import hashlib
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from megatron.training import get_args, print_rank_0
 
-from k3_plugins.failure import fail, fail_together
+from k3_plugins.activation import current
+from k3_plugins.failure import fail, fail_together, place_of
 from k3_plugins.feature import FeatureError
 from k3_plugins.training.metrics import write
 from k3_plugins.vision.moonvit.config import MoonViTConfig
@@ -49,16 +51,23 @@ def usable_pairs(folder: str, flag: str, source: PairSource, config: MoonViTConf
     """
     bad: list[BadSample] | None = [] if source.skip_bad else None
     pairs: list[Pair] = []
+    mine: dict[int, str] = {}
     problem = None
     try:
         pairs = _fitting(find_pairs(folder, config, source.suffix, flag, source.text_alone, bad), seq_length, bad)
-    except FeatureError as error:
-        problem = str(error)
+        if source.skip_bad:
+            mine = _undecodable(pairs, config)
+    except Exception as error:
+        problem = in_words(error, f"reading {flag} {folder}")
     fail_together(problem)
-    found = _gather((_digest(pairs), _undecodable(pairs, config) if source.skip_bad else {}))
+    found = _gather((_digest(pairs), mine))
     if len({digest for digest, _ in found}) > 1:
         others = [rank for rank, (digest, _) in enumerate(found) if digest != found[0][0]]
-        fail(f"{flag} {folder}: rank {others[0]} does not see the samples that rank 0 sees", at_once=True)
+        fail(
+            f"{flag} {folder}: rank {others[0]} does not see the samples that rank 0 sees: copy the same shards to"
+            " every machine, or name a folder that all of them share",
+            at_once=True,
+        )
     if bad is None:
         if not pairs:
             fail(f"{flag} {folder}: the shards hold no samples", at_once=len(found) > 1)
@@ -71,6 +80,21 @@ def usable_pairs(folder: str, flag: str, source: PairSource, config: MoonViTConf
         fail(f"{flag} {folder}: none of {len(bad)} samples can be used{why}", at_once=len(found) > 1)
     _tell(folder, flag, bad)
     return usable
+
+
+def in_words(error: Exception, doing: str) -> str:
+    """One rank's failure as every rank says it; that rank's log gets the traceback, if the words are not our own.
+
+    Args:
+        doing: what failed, such as ``reading --vision-data DIR``.
+    """
+    if isinstance(error, FeatureError):
+        return str(error)
+    traceback.print_exception(error)
+    return (
+        f"{doing} failed on rank {torch.distributed.get_rank()}: {type(error).__name__}: {error} ({place_of(error)}); "
+        "make the files readable there, or see the traceback in that rank's log"
+    )
 
 
 def _fitting(pairs: Sequence[Pair], seq_length: int, bad: list[BadSample] | None) -> list[Pair]:
@@ -97,7 +121,7 @@ def _undecodable(pairs: Sequence[Pair], config: MoonViTConfig) -> dict[int, str]
     for number in track(numbers, "decoding all images once", transient=True, disable=rank != 0):
         try:
             read_patches(pairs[number], config)
-        except (ImageError, OSError) as error:  # one rank that raised alone would leave the others waiting
+        except (ImageError, OSError) as error:
             found[number] = f"{pairs[number].name}: {error}" if isinstance(error, OSError) else str(error)
     return found
 
@@ -124,10 +148,17 @@ def _gather(value: object) -> list:
 
 @contextmanager
 def named_failures() -> Iterator[None]:
-    """A sample that cannot be read in the middle of training ends this process, and so the job, with its name."""
+    """A sample that cannot be read in the middle of training ends the job with its name."""
     try:
         yield
     except ImageError as error:
         # A worker process of the loader puts its own traceback in front.
         sentence = str(error).rpartition("ImageError: ")[2].strip()
-        fail(f"{sentence}; repair the sample, or give --vision-skip-bad", at_once=get_args().world_size > 1)
+        message = (
+            f"{sentence}; repair the sample, or give --vision-skip-bad; where that is given, the sample was good when "
+            "training began: see what writes to the folder"
+        )
+        activation = current()
+        if activation is not None and activation.abort_channel is not None:
+            activation.abort_channel.publish(message)  # until the first step ends, torchrun need not end the others
+        fail(message, at_once=get_args().world_size > 1)

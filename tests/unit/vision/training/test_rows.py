@@ -121,6 +121,32 @@ def test_bad_samples_are_named_before_training(tmp_path, files, sentence):
         find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
 
 
+def test_keys_are_paths_up_to_the_first_dot_of_the_name(tmp_path):
+    """As plain tar packs a folder: with itself and its subfolders as members, and every name behind ``./``."""
+    for name in ("v1.0/000", "v1.1/000", "001"):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / f"{name}.png").write_bytes(png(28, 28))
+        (tmp_path / "set" / f"{name}.txt").write_bytes(name.encode())
+    (tmp_path / "set" / "README").write_bytes(b"not a sample")
+    (tmp_path / "set" / "._001.png").write_bytes(b"nor is this, of another system")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "set", arcname=".")
+    texts = {pair.key: read_text(pair).tobytes() for pair in samples(tmp_path)}
+    assert texts == {"./v1.0/000": b"v1.0/000", "./v1.1/000": b"v1.1/000", "./001": b"001"}
+
+
+def test_a_sample_that_is_there_twice_is_named_or_left_out(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in (("a.png", png(28, 28)), ("a.txt", b"a"), ("b.txt", b"b"), ("a.txt", b"c")):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    with pytest.raises(BadSample, match=r"a\.tar: a\.txt is there twice: give every sample a name of its own"):
+        samples(tmp_path)
+    bad = []
+    assert samples(tmp_path, bad) == [] and [sample.kind for sample in bad] == ["repeated", "incomplete"]
+
+
 def test_bad_folders_are_named(tmp_path):
     with pytest.raises(FeatureError, match=r"--vision-data .* there are no \*.tar shards"):
         find_pairs(str(tmp_path), CONFIG, "txt", "--vision-data")
