@@ -13,7 +13,6 @@ import fcntl
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.report.claims import Benchmark
 from benchmarks.report.machine import Load, machine, versions
+from k3_plugins import child_process
 from k3_plugins.atomic import replacing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,38 +65,25 @@ def _output(script: str, arguments: list[str], limit: float) -> Any:
         file = Path(folder) / "report.json"
         words = [str(file) if word == FILE else word for word in arguments]
         search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "benchmarks" / script), *words],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": search},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # its ranks with it
-        )
         try:
-            printed, errors = process.communicate(timeout=limit)
+            process = child_process.run(
+                [sys.executable, str(ROOT / "benchmarks" / script), *words],
+                timeout=limit,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": search},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         except subprocess.TimeoutExpired:
-            _end(process)
             raise Failure(f"longer than the limit of {limit:g} s") from None
-        except BaseException:
-            _end(process)
-            raise
         if process.returncode:
-            raise Failure(f"exit code {process.returncode}: {last_line(errors)}")
-        text = file.read_text() if FILE in arguments and file.exists() else printed
+            raise Failure(f"exit code {process.returncode}: {last_line(process.stderr)}")
+        text = file.read_text() if FILE in arguments and file.exists() else process.stdout
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise Failure(f"its report is not JSON: {error}") from None
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a script that still runs, and its ranks, which are in its session."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    process.stdout.close()  # not read to their ends: whoever left the session may still hold them
-    process.stderr.close()
 
 
 def last_line(text: str) -> str:

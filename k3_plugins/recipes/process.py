@@ -1,13 +1,13 @@
-"""Training programs as child processes: output in a log file, nothing left behind when the parent is interrupted."""
+"""Training programs as child processes: output in a log file, nothing left behind when the parent is ended."""
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from k3_plugins import child_process
 
 DOOR = "k3_plugins.pretrain_gpt"
 
@@ -22,15 +22,7 @@ def door(nproc: int) -> list[str]:
 def run(words: Sequence[str], log: Path) -> int:
     """``python WORDS`` with its output in ``log``; the exit code."""
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *words], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            return process.wait()
-        except BaseException:  # interrupted: the ranks must not live on
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+        return child_process.run([sys.executable, *words], stdout=file, stderr=subprocess.STDOUT).returncode
 
 
 def tail(log: Path) -> str:
