@@ -100,6 +100,8 @@ def moonep_slots(peer: str, index: int) -> Callable[[Any], Reading]:
         rows = report["rows"]
         if peer == "optimum":
             rows = [r for r in rows if r["optimum"] is not None and r["optimum"]["proven"]]
+            if not rows:
+                raise ValueError("no case has a proven optimum: give the integer program longer, --ilp-seconds")
         its = sum(r["optimum"]["redundant"][index] if peer == "optimum" else r["alias"][index] for r in rows)
         return Reading(sum(r["ours"][index] for r in rows), its, {"cases": len(rows)})
 

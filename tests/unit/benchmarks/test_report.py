@@ -15,7 +15,7 @@ import pytest
 from benchmarks.report import __main__ as report
 from benchmarks.report.claims import BENCHMARKS, Benchmark, Claim, Form
 from benchmarks.report.page import Line, lines, quantity, render
-from benchmarks.report.readers import Reading, row
+from benchmarks.report.readers import Reading, moonep_slots, row
 from benchmarks.report.run import FILE, last_line, load, run
 
 ROOT = Path(__file__).parents[3]
@@ -193,6 +193,15 @@ def test_lines_say_better_equal_worse_and_busy(tmp_path):
     result["output"] = {"ours": 1}
     assert all("KeyError" in line.not_run for line in lines((benchmark,), {"toy": result}))
     assert [line.not_run for line in lines((benchmark,), {})] == ["no result yet"] * 2
+
+
+def test_without_a_proven_optimum_there_is_nothing_to_compare_with():
+    cases = [{"ours": [3, 9], "alias": [4, 10], "optimum": optimum} for optimum in (None, {"proven": False})]
+    proven = {"ours": [2, 7], "alias": [4, 10], "optimum": {"proven": True, "redundant": [2, 6]}}
+    with pytest.raises(ValueError, match="--ilp-seconds"):
+        moonep_slots("optimum", 0)({"rows": cases})
+    assert moonep_slots("optimum", 1)({"rows": [*cases, proven]}) == Reading(7, 6, {"cases": 1})
+    assert moonep_slots("alias", 0)({"rows": cases}) == Reading(6, 8, {"cases": 2})
 
 
 def test_quantities_and_rows():
