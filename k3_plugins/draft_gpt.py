@@ -170,7 +170,13 @@ def _holds_draft(args: Namespace) -> bool:
     found = manifest.find(args.load, args.ckpt_step)
     if found is None:
         raise FeatureError(f"--load {args.load} holds no checkpoint; correct the path")
-    names = FileSystemReader(found.folder).read_metadata().state_dict_metadata
+    try:
+        names = FileSystemReader(found.folder).read_metadata().state_dict_metadata
+    except Exception as error:  # a missing file, or whatever unpickling another one raises
+        raise FeatureError(
+            f"--load {args.load}: {found.folder} is no torch_dist checkpoint ({type(error).__name__}: {error}); give "
+            "one that was saved with --ckpt-format torch_dist"
+        ) from error
     if any(name.endswith(f"{FUSION}.weight") for name in names):
         return True
     if not args.finetune:
