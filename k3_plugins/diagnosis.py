@@ -260,7 +260,7 @@ def _flags(
     args = None
     try:
         extend_parser(parser, features, control.model)
-        if training_flags:
+        if training_flags or (ranks is not None and control.plugins):
             args = _parse(parser, training_flags)
             args.rank, args.world_size = 0, ranks or 1
             if control.model is not None:

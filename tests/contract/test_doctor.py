@@ -120,6 +120,8 @@ def test_megatron_checks_the_flags_as_in_a_job_of_so_many_ranks(tmp_path):
     assert code == 2 and any("Megatron does not accept these arguments" in line for line in report["problems"])
     code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "4", *TINY_GPT, *layout, "--num-layers", "3")
     assert code == 2 and report["problems"]
+    code, report, _ = doctor(tmp_path, "--k3-plugins", "toy", "--ranks", "4")
+    assert code == 2 and "--num-layers is missing" in report["problems"][0]
 
 
 def test_without_arguments(tmp_path):

@@ -6,18 +6,20 @@ from argparse import Namespace
 import pytest
 import torch
 
+from k3_plugins.feature import FeatureError
 from k3_plugins.models.kimi_k3.config import PRESETS
 from k3_plugins.plan import __main__ as plan
 from k3_plugins.plan import parameters
 from k3_plugins.plan.dry_run import DOORS, without_own
-from k3_plugins.plan.from_arguments import options_of
+from k3_plugins.plan.from_arguments import SIZES, model_of, options_of
 from k3_plugins.plan.layout import Job, Layout
 from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
 from tests.harness.launch import launch
 
 DRY_RUN = "k3_plugins.plan.dry_run"
 GPUS, CONTEXT, TOKENS = 2048, 8192, 2**24
-TRAINING = "--bf16 --lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 163840".split()
+TRAINING = """--bf16 --lr 1e-4 --train-iters 10 --eval-interval 10 --tokenizer-type NullTokenizer
+    --vocab-size 163840""".split()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,7 @@ def test_it_prints_the_planners_numbers_for_the_planners_flags(planned, tmp_path
     assert found["layout"]["data_parallel_size"] == planned["data"]
     assert found["configuration"]["hidden_size"] == 7168 and "adam_beta1" not in found["configuration"]
     assert "fits in 80 GB" in result.logs[0] and "layers 1-" in result.logs[0]
+    assert "CPU PLATFORM" not in result.logs[0]  # where the checks run is no news about the job
 
 
 def test_a_doors_own_flags_are_no_flags_of_megatron():
@@ -63,6 +66,13 @@ PLAIN = {
     "use_precision_aware_optimizer": False,
     "mtp_num_layers": None,
     "optimizer_cpu_offload": False,
+    "transformer_impl": "local",
+    # of features, which are read only where the feature is on
+    "activation_policy": None,
+    "moe_moonep_memory_efficient": True,
+    "moe_moonep_transport": "torch",
+    "moonvit_frozen": False,
+    "zero2_optimizer_device": "device",
 }
 
 
@@ -72,9 +82,58 @@ def options(*features, **changes):
 
 def test_what_the_estimate_does_not_count_is_said():
     assert options()[1] == []
-    _, notes = options("moonvit", mtp_num_layers=2, mtp_use_repeated_layer=True, activation_policy="mlp=fp8")
-    said = ("--activation-policy 'mlp=fp8'", "--mtp-use-repeated-layer", "activations of the vision encoder")
+    changes = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True, "moe_moonep_transport": "moonep"}
+    _, notes = options("moonvit", "activation-manager", "moonep", activation_policy="mlp=fp8", **changes)
+    said = (
+        "--activation-policy 'mlp=fp8'",
+        "--moe-moonep-transport moonep",
+        "activations of the vision encoder",
+        "--mtp-use-repeated-layer",
+    )
     assert len(notes) == len(said) and all(any(word in note for note in notes) for word in said)
+
+
+def test_only_modules_that_our_layers_compute_again_make_a_selective_policy():
+    def selective(*modules, features=("moonep",), **changes):
+        named = {"recompute_modules": list(modules) or None, "recompute_granularity": "selective"}
+        found, notes = options(*features, **named, **changes)
+        return found.policy, found.recompute_modules if found.policy == "selective" else (), notes
+
+    for idle in ((), ("core_attn",), ("mla_up_proj",), ("moe_act",)):
+        policy, _, (note,) = selective(*idle)
+        assert policy == "keep" and (idle or ("core_attn",))[0] in note and "counted as kept" in note
+    policy, modules, (note,) = selective("mlp", "core_attn", "layernorm")
+    assert (policy, modules) == ("selective", ("layernorm", "mlp")) and "core_attn:" in note
+    assert selective("moe_act", features=(), transformer_impl="transformer_engine") == ("selective", ("moe_act",), [])
+
+
+def test_the_share_of_the_optimizer_in_host_memory():
+    assert options()[0].optimizer_on_host == 0
+    assert options("pipeline-zero2", zero2_optimizer_device="cpu")[0].optimizer_on_host == 1
+    share = options(optimizer_cpu_offload=True, optimizer_offload_fraction=0.25)[0]
+    assert share.optimizer_on_host == 0.25
+    job, layout = Job(PRESETS["kimi_k3_moe_tiny"], 1, 64, 8), Layout(1, 1, 1, 1, 1, 1, 1, 8)
+    whole, shared = (of_rank(job, layout, one, (8,), 0) for one in (options()[0], share))
+    assert shared.device["optimizer"] == 0.75 * whole.device["optimizer"] == 3 * (shared.host - whole.host)
+
+
+def test_a_frozen_encoder_has_no_copy():
+    features = ("moonvit", "vision-bubble", "pipeline-zero2")
+    assert options(*features)[0].encoder == "every stage and a copy"
+    assert options(*features, moonvit_frozen=True)[0].encoder == "every stage"
+
+
+@pytest.mark.parametrize("name", ["kimi_k3_moe_tiny", "kimi_linear_tiny"])
+def test_a_frequency_of_expert_layers_is_compared_with_what_is_counted(name):
+    config = PRESETS[name]
+    values = {argument: getattr(config, field) for argument, field in SIZES.items()}
+    rest = {"moe_shared_expert_intermediate_size": None, "padded_vocab_size": None, "vocab_size": 257}
+    args = Namespace(**values, **rest, linear_attention_freq=list(config.attention_pattern))
+    args.moe_layer_freq = list(config.moe_pattern)
+    assert model_of(args, name, ()).moe_pattern == config.moe_pattern
+    args.moe_layer_freq = 2
+    with pytest.raises(FeatureError, match=r"--moe-layer-freq \[1, 0, 1, 0"):
+        model_of(args, name, ())
 
 
 def test_bytes_of_an_element_follow_from_the_flags():
