@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     base = Options(
         pipeline_zero2=not options.no_pipeline_zero2,
-        optimizer_on_host=options.optimizer_on_host,
+        optimizer_on_host=float(options.optimizer_on_host),
         moonep=not options.no_moonep,
         reserve=options.reserve_memory * report.GB,
     )

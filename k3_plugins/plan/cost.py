@@ -1,9 +1,10 @@
 """Time of a step and bytes on the wires, per GPU. Estimates for comparing layouts, not predictions of a cluster.
 
-Compute: FLOPs over peak times efficiency; a policy that recomputes adds its share of a forward; the slowest stage sets
-the pace. Communication counts what a GPU sends, with the collectives' (n - 1) / n; of its time a part is taken to hide
-behind compute (`HIDDEN`); weights and activations travel in bf16. The pipeline adds (PP - 1) / (VPP m) of a rank's time for its micro-batches, communication
-inside them included: who waits for a neighbour waits for that too. What DP does once a step comes on top.
+Compute: FLOPs over peak times efficiency; what a policy computes again is added; the slowest stage sets the pace.
+Communication counts what a GPU sends, with the collectives' (n - 1) / n, activations and weights in bf16; of its time a
+part is taken to hide behind compute (`HIDDEN`). The pipeline adds (PP - 1) / (VPP m) of a rank's time for its
+micro-batches, communication inside them included: who waits for a neighbour waits for that too. What DP does once a
+step comes on top.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if own.door == DRAFT:
             raise FeatureError("it describes a model that is trained whole, a draft's target is frozen")
-        plan = memory_plan(found.arguments, features, control.model, own.reserve_memory * GB)
+        plan, refusal = memory_plan(found.arguments, features, control.model, own.reserve_memory * GB), None
     except FeatureError as error:
         plan, refusal = None, str(error)
     configuration = changed(found.arguments, found.defaults)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"no memory plan: {refusal}")
     if own.json:
         with replacing(own.json) as temporary:
-            temporary.write_text(json.dumps(_values(found, configuration, features, plan), indent=1) + "\n")
+            temporary.write_text(json.dumps(_values(found, configuration, features, plan, refusal), indent=1) + "\n")
     return int(plan is not None and not all(_fits(memory, own) for memory in plan["memory"]))
 
 
@@ -116,7 +116,7 @@ def memory_plan(args: argparse.Namespace, features: Sequence[str], model: str | 
     Raises:
         FeatureError: for a model or layout that the planner cannot describe.
     """
-    config = model_of(args, model)
+    config = model_of(args, model, features)
     layout = layout_of(args)
     sizes = layers_per_chunk(args, layout, config)
     options, notes = options_of(args, features, reserve)
@@ -125,14 +125,20 @@ def memory_plan(args: argparse.Namespace, features: Sequence[str], model: str | 
 
 
 def _values(
-    found: Diagnosis, configuration: Mapping[str, Any], features: Sequence[str], plan: dict[str, Any] | None
+    found: Diagnosis,
+    configuration: Mapping[str, Any],
+    features: Sequence[str],
+    plan: dict[str, Any] | None,
+    refusal: str | None,
 ) -> dict[str, Any]:
     values: dict[str, Any] = {
         "features": list(features),
         "configuration": {name: plain(value) for name, value in configuration.items()},
         "layout": found.layout,
     }
-    if plan is not None:
+    if plan is None:
+        values["no_memory_plan"] = refusal
+    else:
         values["memory"] = {
             "layers_per_chunk": list(plan["layers_per_chunk"]),
             "activations": plan["policy"],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from k3_plugins.feature import FeatureError
@@ -37,8 +37,18 @@ SIZES = {
 """Argument -> field of the model's description."""
 
 
-def model_of(args: Namespace, name: str | None) -> KimiK3Config:
+IN_EFFECT = ("layernorm", "mlp", "moe", "shared_experts")
+"""What ``--recompute-modules`` can name and our layers compute again. The attention of KDA and gated MLA is a module of
+its own, which asks for neither `core_attn` nor `mla_up_proj`."""
+
+
+def model_of(args: Namespace, name: str | None, features: Collection[str]) -> KimiK3Config:
     """The model of ``--k3-model`` with the sizes that the command line changes.
+
+    Args:
+        args: validated.
+        name: of the preset.
+        features: active ones; only theirs are among the arguments.
 
     Raises:
         FeatureError: no ``--k3-model``, or layer patterns that do not follow from its description.
@@ -52,16 +62,22 @@ def model_of(args: Namespace, name: str | None) -> KimiK3Config:
     elif args.moe_shared_expert_intermediate_size and values["expert_ffn_hidden_size"]:
         values["num_shared_experts"] = args.moe_shared_expert_intermediate_size // values["expert_ffn_hidden_size"]
     vocabulary = args.padded_vocab_size or args.vocab_size or base.vocab_size
-    if hasattr(args, "moonvit_hidden_size"):
+    if "moonvit" in features:
         values["vision"] = MoonViTConfig(**{field.name: getattr(args, field.name) for field in fields(MoonViTConfig)})
     config = base.scaled(**values, vocab_size=vocabulary)
     for flag, written, derived in (
         ("--linear-attention-freq", args.linear_attention_freq, config.attention_pattern),
-        ("--moe-layer-freq", args.moe_layer_freq if config.num_experts else None, config.moe_pattern),
+        ("--moe-layer-freq", _moe_layers(args) if config.num_experts else None, config.moe_pattern),
     ):
-        if isinstance(written, list) and written != derived:
+        if isinstance(written, list) and written != list(derived):
             raise FeatureError(f"{flag} {written}: the memory plan counts the pattern of --k3-model {name}, {derived}")
     return config
+
+
+def _moe_layers(args: Namespace) -> list[int]:
+    """A frequency as Megatron reads it: every so many layers, from the first one."""
+    frequency = args.moe_layer_freq
+    return [int(i % frequency == 0) for i in range(args.num_layers)] if isinstance(frequency, int) else frequency
 
 
 def job_of(args: Namespace, config: KimiK3Config) -> Job:
@@ -122,8 +138,8 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         features: active ones.
         reserve: bytes of a GPU set aside.
     """
-    policy, notes = {None: "keep", "selective": "selective", "full": "full"}[args.recompute_granularity], []
-    rules = getattr(args, "activation_policy", None)
+    policy, modules, notes = _recomputation(args, features)
+    rules = args.activation_policy if "activation-manager" in features else None
     if rules == "decoder=cpu" and policy == "full":
         policy = "full+cpu"
     elif rules:
@@ -131,22 +147,30 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
             f"--activation-policy {rules!r}: counted as if everything were kept; train a step with --activation-report"
             " and see python -m k3_plugins.memory.report"
         )
+    moonep, frozen = "moonep" in features, "moonvit" in features and args.moonvit_frozen
+    if moonep and args.moe_moonep_transport != "torch":
+        notes.append(f"--moe-moonep-transport {args.moe_moonep_transport}: MoonEP is counted as with torch")
     encoder: Encoder = "none"
     if "moonvit" in features:
         encoder = "every stage" if "vision-bubble" in features else "first stage"
-        if encoder == "every stage" and "pipeline-zero2" in features:
+        if encoder == "every stage" and "pipeline-zero2" in features and not frozen:
             encoder = "every stage and a copy"
         notes.append("activations of the vision encoder depend on the images and are not counted")
-    if args.mtp_num_layers and getattr(args, "mtp_use_repeated_layer", False):
+    if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--mtp-use-repeated-layer: its weights are counted for every depth")
     half = args.bf16 or args.fp16
     fp32_gradients = not half or args.accumulate_allreduce_grads_in_fp32
     master, moment = _state_bytes(args, half)
+    on_host = args.optimizer_offload_fraction if args.optimizer_cpu_offload else 0.0
+    if "pipeline-zero2" in features and args.zero2_optimizer_device == "cpu":
+        on_host = 1.0
     options = Options(
         policy=policy,
         pipeline_zero2="pipeline-zero2" in features,
-        optimizer_on_host=getattr(args, "zero2_optimizer_device", None) == "cpu" or args.optimizer_cpu_offload,
-        moonep="moonep" in features,
+        optimizer_on_host=on_host,
+        moonep=moonep,
+        moonep_memory_efficient=args.moe_moonep_memory_efficient if moonep else True,
+        stacked_experts=not moonep and "latent-moe" in features and args.transformer_impl != "transformer_engine",
         reserve=reserve,
         element_bytes=2.0 if half else 4.0,
         gradient_bytes=4.0 if fp32_gradients else 2.0,
@@ -155,9 +179,23 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         sharded_states=args.use_distributed_optimizer,
         mtp_layers=args.mtp_num_layers or 0,
         encoder=encoder,
-        encoder_trained=not getattr(args, "moonvit_frozen", False),
+        encoder_trained=not frozen,
     )
-    return options, notes
+    return (replace(options, recompute_modules=modules) if policy == "selective" else options), notes
+
+
+def _recomputation(args: Namespace, features: Collection[str]) -> tuple[str, tuple[str, ...], list[str]]:
+    """The policy, the modules that are really computed again, and what has no effect."""
+    if args.recompute_granularity != "selective":
+        return args.recompute_granularity or "keep", (), []
+    named = args.recompute_modules or ["core_attn"]
+    effective = set(IN_EFFECT)
+    if args.transformer_impl == "transformer_engine" and "moonep" not in features:
+        effective.add("moe_act")
+    modules = tuple(sorted(effective.intersection(named)))
+    idle = [name for name in named if name not in effective]
+    note = f"--recompute-modules {' '.join(idle)}: computes nothing again in these layers, counted as kept"
+    return ("selective" if modules else "keep"), modules, [note] if idle else []
 
 
 def _state_bytes(args: Namespace, half: bool) -> tuple[float, float]:
@@ -170,6 +208,5 @@ def _state_bytes(args: Namespace, half: bool) -> tuple[float, float]:
 
 def changed(args: Namespace, defaults: Namespace) -> dict[str, Any]:
     """Arguments whose value is not Megatron's default, and those that it does not have, by name."""
-    absent = object()
-    names = sorted(vars(args))
-    return {name: getattr(args, name) for name in names if getattr(args, name) != getattr(defaults, name, absent)}
+    absent, default = object(), vars(defaults)
+    return {name: value for name, value in sorted(vars(args).items()) if value != default.get(name, absent)}

@@ -9,7 +9,7 @@ GEMM); kernels' own workspaces are in ``--reserve-memory``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,16 +35,20 @@ KINDS = (
     "vision encoder",
     "activations",
     "residual blocks",
-    "MoonEP slots",
+    "MoonEP",
     "logits",
     "reserve",
 )
 POLICIES = ("keep", "selective", "full", "full+cpu")
-"""What stays for the backward: everything; all but norms, activations and up-projections; the input of a layer; that
-input in host memory, but for two layers."""
+"""What stays for the backward: everything; all but what `Options.recompute_modules` computes again; the input of a
+layer; that input in host memory, but for two layers."""
+
+FULL = ("full", "full+cpu")
+"""Policies that compute whole layers again."""
 
 Encoder = Literal["none", "first stage", "every stage", "every stage and a copy"]
-"""Where the vision encoder stands: vision-bubble puts it on every stage, pipeline-zero2 a copy beside the model's."""
+"""Where the vision encoder stands: vision-bubble puts it on every stage, pipeline-zero2 a copy beside the model's that
+is trained."""
 
 KDA_CHUNK = 64
 """Tokens in a chunk of the KDA kernels, which keep two [chunk, chunk] matrices per head and chunk."""
@@ -55,9 +59,18 @@ class Options:
     """Choices that are not parallel sizes."""
 
     policy: str = "full"
+    recompute_modules: tuple[str, ...] = ("mlp", "moe")
+    """Under the policy ``selective``, in Megatron's words: of those that do something with the layers of K3 (measured),
+    `mlp` and `moe` compute whole feed-forward networks again, `shared_experts` and `layernorm` parts of a layer, and
+    `moe_act` the activation of Transformer Engine's grouped experts."""
     pipeline_zero2: bool = True
-    optimizer_on_host: bool = False
+    optimizer_on_host: float = 0.0
+    """Share of the master weights and moments that is in host memory."""
     moonep: bool = True
+    moonep_memory_efficient: bool = True
+    """Of the routed experts only the input stays for the backward."""
+    stacked_experts: bool = False
+    """Experts of `transformer.moe.experts` without MoonEP, which keep no activation."""
     reserve: float = 6 * 2**30
     """CUDA context, communication buffers, workspaces, fragmentation."""
     element_bytes: float = 2.0
@@ -115,65 +128,115 @@ def chunk_parameters(
     return tuple(counts)
 
 
-def attention_width(config: KimiK3Config, layer: int, selective: bool) -> float:
-    """Elements per token that an attention sublayer keeps, its norm and its input included."""
-    d = config.hidden_size
+def norm_width(config: KimiK3Config, again: bool) -> float:
+    """Elements per token that the norm before a sublayer keeps, and the residual stream under it.
+
+    Args:
+        again: the norm is computed again from its input.
+    """
+    # a copy of the input in fp32, and the output; Attention Residuals keep the partial sum itself
+    kept = 0 if again else 3
+    return config.hidden_size * (kept + (again or config.attn_res_block_size is not None))
+
+
+def attention_width(config: KimiK3Config, layer: int) -> float:
+    """Elements per token that an attention sublayer keeps, without its norm."""
     if config.attention_pattern[layer]:
         _, sizes = kda_sizes(config)
         keys, values = sizes.num_heads * sizes.head_dim, sizes.num_value_heads * sizes.value_head_dim
-        kept = d + 2 * keys + values  # input of the projections; q, k, v before the convolution
+        kept = 2 * (2 * keys + values)  # q, k, v before the convolution and after it
         kept += 2 * sizes.num_value_heads * sizes.head_dim  # the decay, fp32
         kept += 2 * sizes.num_value_heads * KDA_CHUNK  # A and its inverse
-        kept += 2 * values  # output of the recurrence; gate before the sigmoid
-        if not selective:
-            kept += d + 2 * keys + values + values  # norm input; q, k, v after it; gated output
-        return kept
+        return kept + 3 * values  # output of the recurrence; gate before the sigmoid; gated output
     heads, value = config.num_attention_heads, config.v_head_dim
     query = config.qk_head_dim + config.qk_pos_emb_head_dim
-    kept = d + (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
-    kept += heads * value * 2 + 2 * heads  # output, gate, log-sum-exp in fp32
-    if not selective:
-        kept += d + heads * (2 * query + value) + heads * value  # norm input; q, k, v; gated output
-    return kept
+    kept = (config.q_lora_rank or 0) + config.kv_lora_rank + config.qk_pos_emb_head_dim
+    kept += heads * (2 * query + value)  # q, k, v
+    return kept + heads * value * 3 + 2 * heads  # output, gate, gated output; log-sum-exp in fp32
 
 
-def feed_forward_width(config: KimiK3Config, layer: int, selective: bool, moonep: bool) -> float:
-    """Elements per token that a feed-forward sublayer keeps, its norm and its input included."""
-    d = config.hidden_size
-    kept = d + (0 if selective else d)
+def feed_forward_width(config: KimiK3Config, layer: int, options: Options, again: Collection[str]) -> float:
+    """Elements per token that a feed-forward sublayer keeps, without its norm.
+
+    Args:
+        again: modules that are computed again.
+    """
     if not config.moe_pattern[layer]:
-        return kept + (2 if selective else 3) * config.dense_ffn_hidden_size
-    width, f, k = config.moe_latent_size or d, config.expert_ffn_hidden_size, config.moe_top_k
+        return 0 if "mlp" in again else 3 * config.dense_ffn_hidden_size
+    if "moe" in again:
+        return 0  # from the norm's output
+    width, f, k = config.moe_latent_size or config.hidden_size, config.expert_ffn_hidden_size, config.moe_top_k
     assert config.num_experts is not None
-    kept += 2 * config.num_experts  # scores, fp32
+    kept = 2.0 * config.num_experts  # scores, fp32
+    if config.moe_latent_size:
+        kept += 3 * width  # the norm behind the experts
+    if "shared_experts" not in again:
+        kept += 3 * f * config.num_shared_experts
+    if options.moonep:
+        # routing weights in fp32; ways of the rows, three int64
+        kept += (2 + 12) * k
+        return kept + (width if options.moonep_memory_efficient else k * (width + 2 * f))
     kept += width if config.moe_latent_size else 0
-    kept += (2 if selective else 3) * f * config.num_shared_experts
-    # MoonEP sends rows again in the backward; both keep the hidden layer before the activation
-    rows = 2 * f if moonep else width + (2 if selective else 3) * f
-    return kept + k * rows + (width if config.moe_latent_size else 0)
+    return kept + k * (width + (2 if options.stacked_experts or "moe_act" in again else 3) * f)
 
 
 def layer_bytes(config: KimiK3Config, layer: int, options: Options) -> float:
     """Activation bytes per token of a layer under a policy."""
-    if options.policy in ("full", "full+cpu"):
+    if options.policy in FULL:
         return options.element_bytes * config.hidden_size
-    selective = options.policy == "selective"
-    widths = attention_width(config, layer, selective)
-    return options.element_bytes * (widths + feed_forward_width(config, layer, selective, options.moonep))
+    again = options.recompute_modules if options.policy == "selective" else ()
+    widths = 2 * norm_width(config, "layernorm" in again) + attention_width(config, layer)
+    return options.element_bytes * (widths + feed_forward_width(config, layer, options, again))
+
+
+def moonep_bytes(config: KimiK3Config, options: Options, experts: int, tokens: float) -> float:
+    """The most that MoonEP (its transport ``torch``) holds at a time beside what stays for the backward.
+
+    That is in the backward of one layer, since layers take turns: either in the activation's backward, whose
+    intermediate results are fp32, or when the slots' gradients go home.
+
+    Args:
+        experts: home experts, and slots, of one rank.
+        tokens: of one rank.
+    """
+    element, f = options.element_bytes, config.expert_ffn_hidden_size
+    width = config.moe_latent_size or config.hidden_size
+    home = experts * 3 * width * f
+    # rows of the output's gradient as received and as computed with; the input's, and the hidden layer
+    row = 2 * width + ((2 * width + 2 * f) if options.moonep_memory_efficient else 0)
+    rows = tokens * config.moe_top_k
+    intermediate = 4 * f * (14 if config.activation == "situ" else 12)  # of both halves
+    # weights of home and slots, and the second gradient
+    in_activation = element * home * (2 + 2 / 3) + rows * (element * row + intermediate)
+    # weights and gradients of home and slots; six fp32 copies of the slots' (transport.give_back); the input's gradient
+    giving_back = element * home * 4 + 4 * home * 6 + rows * element * (row + width)
+    return max(in_activation, giving_back)
 
 
 @functools.lru_cache(maxsize=4096)
-def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
-    """Activation bytes per token of every chunk, and of its largest layer."""
+def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Activation bytes per token of every chunk."""
     layers = [layer_bytes(config, layer, options) for layer in range(config.num_layers)]
     counts, start = [], 0
     for chunk, size in enumerate(sizes):
         held = layers[start : start + size]
         if chunk == len(sizes) - 1:
             held += layers[-1:] * options.mtp_layers
-        counts.append((sum(held), max(held)))
+        counts.append(sum(held))
         start += size
     return tuple(counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _again_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """Bytes per token that the backward computes again, at most, for one layer of every chunk."""
+    keep = replace(options, policy="keep")
+    extra = [
+        layer_bytes(config, layer, keep) - (0 if options.policy in FULL else layer_bytes(config, layer, options))
+        for layer in range(config.num_layers)
+    ]
+    starts = [sum(sizes[:chunk]) for chunk in range(len(sizes))]
+    return tuple(max(extra[start : start + size]) for start, size in zip(starts, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -220,34 +283,30 @@ def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], 
     device = dict.fromkeys(KINDS, 0.0)
     device["weights"] = options.element_bytes * local
     device["gradients"] = options.gradient_bytes * (min(2 * largest_chunk, local) if options.pipeline_zero2 else local)
-    device["optimizer"] = 0.0 if options.optimizer_on_host else states
-    host = (shard if options.pipeline_zero2 else 0.0) + (states if options.optimizer_on_host else 0.0)
+    device["optimizer"] = states * (1 - options.optimizer_on_host)
+    host = (shard if options.pipeline_zero2 else 0.0) + states * options.optimizer_on_host
     device["vision encoder"], encoder_host = _encoder(config, options, rank, sharing)
     host += encoder_host
 
     tokens = job.context * layout.micro_batch / (layout.cp * layout.tp)
     passes = in_flight(layout, rank)
     kept = chunk_bytes(config, options, sizes)
-    stored = sum(kept[chunk][0] for chunk in own) * tokens * passes / layout.vpp
-    if options.policy in ("full", "full+cpu"):
+    stored = sum(kept[chunk] for chunk in own) * tokens * passes / layout.vpp
+    if options.policy in FULL:
         # the layer whose backward runs is there in full
-        whole = chunk_bytes(config, replace(options, policy="keep"), sizes)
-        widest = max(whole[chunk][1] for chunk in own) * tokens
+        widest = max(_again_bytes(config, options, sizes)[chunk] for chunk in own) * tokens
         two_layers = 2 * options.element_bytes * config.hidden_size * tokens
         resident = stored if options.policy == "full" else min(stored, two_layers)
         host += stored - resident
         device["activations"] = resident + widest
     else:
-        device["activations"] = stored
+        device["activations"] = stored + max(_again_bytes(config, options, sizes)[chunk] for chunk in own) * tokens
     if config.attn_res_block_size is not None and layout.pp > 1:
         hops = rows_per_hop(config.attn_res_block_size, layout.pp, sizes)
         arriving = sum(hops[chunk - 1] for chunk in own if chunk) / layout.vpp
         device["residual blocks"] = options.element_bytes * config.hidden_size * tokens * arriving * passes
-    if options.moonep and config.num_experts is not None and layout.ep > 1:
-        # as many slots as home experts, weights and gradients of one layer at a time
-        width = config.moe_latent_size or config.hidden_size
-        slots = config.num_experts // layout.ep * 3 * width * config.expert_ffn_hidden_size
-        device["MoonEP slots"] = 2 * options.element_bytes * slots
+    if options.moonep and config.num_experts is not None:
+        device["MoonEP"] = moonep_bytes(config, options, config.num_experts // layout.ep, tokens)
     if layout.chunks - 1 in own:
         # logits and their fp32 softmax; sequence shards are gathered before the output layer
         vocabulary = padded_vocabulary(config.vocab_size, layout.tp) / layout.tp
@@ -265,5 +324,5 @@ def _encoder(config: KimiK3Config, options: Options, rank: int, sharing: int) ->
     copied = rank > 0 or options.encoder == "every stage and a copy"
     copy = vision(config) * (options.element_bytes + (4.0 if options.encoder_trained else 0.0)) if copied else 0.0
     states = vision(config) * options.state_bytes / sharing if rank == 0 and options.encoder_trained else 0.0
-    on_host = states if options.optimizer_on_host else 0.0
+    on_host = states * options.optimizer_on_host
     return in_model + copy + states - on_host, on_host

@@ -12,7 +12,7 @@ from k3_plugins.models.kimi_k3.config import KimiK3Config
 from k3_plugins.plan.cost import HIDDEN, Hardware
 from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
 from k3_plugins.plan.layout import Job, layout_string
-from k3_plugins.plan.memory import KINDS, Memory
+from k3_plugins.plan.memory import FULL, KINDS, Memory
 from k3_plugins.plan.parameters import active, all_parts, total, vision
 from k3_plugins.plan.search import Found, Result
 
@@ -49,12 +49,12 @@ def _flops_by_kind(config: KimiK3Config, context: int) -> dict[str, float]:
 
 def flags(job: Job, found: Found, name: str) -> list[str]:
     """The words that give a job of this preset this layout."""
-    layout, config = found.layout, job.config
-    on_host = found.options.policy == "full+cpu"
+    layout, config, options = found.layout, job.config, found.options
+    on_host = options.policy == "full+cpu"
     features = list(config.required_features)
     if config.num_experts is not None:
-        features += ["quantile-balancing", *(["moonep"] if found.options.moonep else [])]
-    features += ["pipeline-zero2"] if found.options.pipeline_zero2 else []
+        features += ["quantile-balancing", *(["moonep"] if options.moonep else [])]
+    features += ["pipeline-zero2"] if options.pipeline_zero2 else []
     features += ["activation-manager"] if on_host else []
     words: list[str | int] = ["--k3-model", name, "--k3-plugins", ",".join(features)]
     if on_host:
@@ -72,9 +72,15 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
     words += ["--micro-batch-size", layout.micro_batch, "--global-batch-size", job.global_batch]
     words += ["--seq-length", job.context, "--max-position-embeddings", job.context]
     words += ["--bf16", "--use-distributed-optimizer"]
-    recompute = {"selective": ["--recompute-granularity", "selective"]}
-    full = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-    words += recompute.get(found.options.policy, [] if found.options.policy == "keep" else full)
+    if options.optimizer_on_host:
+        # Megatron's own offload starts from a precision-aware optimizer, and from a share of 0
+        offload = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--optimizer-offload-fraction"]
+        zero2 = ["--zero2-optimizer-device", "cpu"]
+        words += zero2 if options.pipeline_zero2 else [*offload, options.optimizer_on_host]
+    if options.policy == "selective":
+        words += ["--recompute-granularity", "selective", "--recompute-modules", *options.recompute_modules]
+    elif options.policy in FULL:
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     return [str(word) for word in words]
 
 

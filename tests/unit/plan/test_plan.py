@@ -1,15 +1,19 @@
 """Memory, cost and search of the planner, and its command line."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
+import torch
 
 from k3_plugins.models.kimi_k3.config import KIMI_K3, KIMI_K3_MOE_TINY, KIMI_LINEAR
 from k3_plugins.plan.__main__ import main
 from k3_plugins.plan.cost import HIDDEN, Hardware, of_layout
 from k3_plugins.plan.layout import Job, Layout, candidates, impossible, in_flight, layout_string
-from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
+from k3_plugins.plan.memory import POLICIES, Options, chunk_parameters, of_rank
+from k3_plugins.plan.report import flags
+from k3_plugins.plan.search import Found
 from tests.harness.k3_model import CPU, DOOR, TRAINING
 from tests.harness.launch import launch
 
@@ -94,6 +98,99 @@ def test_bubble_and_traffic():
     assert of_layout(job(plain), layout(), Options(), sizes, HARDWARE).sent["PP"] == 2 * 64 * 128 * 2 * 8
 
 
+def test_an_expert_layer_sends_rows_in_hops_and_gradients_in_fp32():
+    config, one, sizes = KIMI_K3_MOE_TINY, layout(pp=1, ep=4, dp=8, num_microbatches=1), (8,)
+    moe, home = sum(config.moe_pattern), 4 * 3 * 64 * 64  # parameters of this rank's experts
+    # 64 tokens with 4 choices: 64 pairs to each relay, which passes on up to 4 rows more; three quarters leave the rank
+    row_hops, weights = 2 * 64 * (64 + 68) * 3, 3 / 4 * home
+
+    def sent(**options):
+        return of_layout(job(global_batch=8), one, Options(**options), sizes, HARDWARE).sent["EP"] / moe
+
+    # rows: out and home; the gradient out, the input again, its gradient home. Weights there twice, fp32 sums home
+    assert sent(policy="keep") == 5 * row_hops + (2 * 2 * 2 + 2 * 4) * weights
+    assert sent(policy="keep", moonep_memory_efficient=False) == 4 * row_hops + (2 * 2 * 2 + 2 * 4) * weights
+    assert sent(policy="full") == sent(policy="selective") == 7 * row_hops + (3 * 2 * 2 + 2 * 4) * weights
+    assert sent(policy="selective", recompute_modules=("shared_experts",)) == sent(policy="keep")
+    assert sent(policy="keep", moonep=False) == 4 * 2 * 64 * 64 * 4 * 3 / 4
+
+
+@pytest.mark.parametrize(("cp", "share"), [(2, 1 / 2), (4, 1)])
+def test_kda_under_context_parallelism_moves_its_rows(cp, share):
+    config = dataclasses.replace(KIMI_K3_MOE_TINY, num_layers=3, first_k_dense=3, num_experts=None)
+    assert config.attention_pattern == [1, 1, 0]
+    one = layout(pp=1, ep=1, cp=cp, tp=2, dp=1, num_microbatches=1)
+    rows = 64 / cp
+    # hidden state and low-rank decay are whole on each of two TP ranks, the output is cut into heads
+    moved = 2 * rows * (128 + 32 + 4 * 32 / 2) * share
+    state = 4 * 2 * 32 * (32 + 32) * (cp - 1)
+    halo = 2 * 3 * 3 * 4 * 32 / 2
+    latent = 2 * rows * (48 + 8) * (cp - 1)
+    for policy, passes in (("keep", 2), ("full", 3)):
+        cost = of_layout(job(config, cp * 2, 64, 1), one, Options(policy=policy), (3,), HARDWARE)
+        assert cost.sent["CP"] == passes * (2 * (moved + state + halo) + latent)
+
+
+def test_the_output_layer_is_not_computed_again():
+    one, asked = layout(), job()
+    flops, last = sum(asked.layer_flops[3:]), asked.last_flops
+
+    def seconds(**options):
+        return of_layout(asked, one, Options(**options), (3, 5), HARDWARE).compute_seconds
+
+    speed = 64 * 8 / (989e12 * 0.5)
+    assert seconds(policy="keep") == pytest.approx(speed * 3 * (flops + last))
+    assert seconds(policy="full") == pytest.approx(speed * (4 * flops + 3 * last))
+    # router, latent projections, shared experts and 4 of 16 experts of 5 layers
+    again = 5 * 2 * (128 * 16 + 2 * 128 * 64 + 3 * 64 * (128 + 4 * 64))
+    assert seconds(policy="selective") == pytest.approx(speed * (3 * (flops + last) + again))
+
+
+def read_back(words):
+    """The options that a command line of the planner's says, by the dry run's reading."""
+    from argparse import Namespace
+
+    from k3_plugins.plan.from_arguments import options_of
+
+    args = {
+        "recompute_granularity": None,
+        "recompute_modules": None,
+        "transformer_impl": "transformer_engine",
+        "fp16": False,
+        "accumulate_allreduce_grads_in_fp32": True,  # Megatron's check, for bf16
+        "use_precision_aware_optimizer": False,
+        "main_params_dtype": torch.float32,
+        "exp_avg_dtype": torch.float32,
+        "exp_avg_sq_dtype": torch.float32,
+        "mtp_num_layers": None,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 0.0,
+        "zero2_optimizer_device": "device",
+        "activation_policy": None,
+        "moe_moonep_memory_efficient": True,
+        "moe_moonep_transport": "torch",
+    }
+    lists = {"recompute_modules"}
+    starts = [place for place, word in enumerate(words) if word.startswith("--")]
+    for start, end in itertools.pairwise([*starts, len(words)]):
+        name, given = words[start][2:].replace("-", "_"), words[start + 1 : end]
+        args[name] = given if name in lists else given[0] if given else True
+    args["optimizer_offload_fraction"] = float(args["optimizer_offload_fraction"])
+    found, notes = options_of(Namespace(**args), args["k3_plugins"].split(","), 0.0)
+    assert notes == []
+    return found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_flags_say_the_options(policy):
+    one, choices = layout(vpp=4), (False, True)
+    for zero2, moonep, on_host in itertools.product(choices, choices, (0.0, 1.0)):
+        options = Options(policy, pipeline_zero2=zero2, moonep=moonep, optimizer_on_host=on_host, reserve=0.0)
+        cost = of_layout(job(), one, options, (1,) * 8, HARDWARE)
+        words = flags(job(), Found(one, options, (1,) * 8, (), cost), "kimi_k3_moe_tiny")
+        assert read_back(words) == options, words
+
+
 def test_reasons():
     asked = Job(KIMI_K3, 4096, 8192, 8192)
     assert impossible(asked, 3, 1, 1, 1, 1, 1) == "TP x CP x PP does not divide the number of GPUs"
@@ -145,13 +242,18 @@ def test_the_flags_of_a_plan_train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "context"), [("kimi_k3", 4096, 8192), ("kimi_k3", 4096, 262144), ("kimi_linear", 64, 65536)]
+    ("model", "gpus", "context", "more"),
+    [
+        ("kimi_k3", 4096, 8192, "--policies selective,full --optimizer-on-host"),
+        ("kimi_k3", 4096, 262144, "--policies full,full+cpu"),
+        ("kimi_linear", 64, 65536, "--policies selective --optimizer-on-host --no-pipeline-zero2"),
+    ],
 )
-def test_megatron_accepts_the_flags_for_the_published_models(model, gpus, context, tmp_path):
+def test_megatron_accepts_the_flags_for_the_published_models(model, gpus, context, more, tmp_path):
     """Its own checks, as in a job of so many ranks; nothing is built."""
     path = tmp_path / "plan.json"
     words = ["--model", model, "--gpus", str(gpus), "--context", str(context), "--json", str(path)]
-    assert main([*words, "--policies", "full"]) == 0
+    assert main([*words, *more.split()]) == 0
     flags = json.loads(path.read_text())["layouts"][0]["flags"]
     once = ["--ranks", gpus, "--vocab-size", "163840", "--bf16", "--k3-platform", "cpu"]
     run = launch("k3_plugins.doctor", [*once, *TRAINING, *CPU, *flags, "--vocab-size", "163840"], check=False)
@@ -167,7 +269,8 @@ def test_megatron_accepts_the_flags_for_the_published_models(model, gpus, contex
         ("--policies keep,everything", "--policies 'everything' is unknown"),
         ("--context 3000", "--global-batch-tokens 67108864 is no multiple of --context 3000"),
         ("--efficiency 2", "--efficiency 2 must not be above 1"),
-        ("--json nowhere/plan.json", "its folder does not exist"),
+        ("--json nowhere/plan.json", "--json nowhere/plan.json: its folder does not exist"),
+        ("--png nowhere/plan.png", "--png nowhere/plan.png: its folder does not exist"),
         ("--model kimi_k9", "invalid choice"),
         ("--tensor-parallel 3", "most often because: TP x CP x PP does not divide the number of GPUs"),
     ],
