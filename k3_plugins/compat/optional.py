@@ -52,7 +52,7 @@ PACKAGES = (
         "remote activation storage",
     ),
     OptionalPackage("emerging_optimizers", "pip install emerging-optimizers==0.3.0", "Newton-Schulz for Per-Head Muon"),
-    OptionalPackage("numba", "pip install numba==0.68.1", "compiled host planner of MoonEP"),
+    OptionalPackage("numba", "pip install numba==0.68.1", "compiled planners of MoonEP and of vision bubbles"),
     OptionalPackage(
         "modelopt.torch.quantization",
         # The last two are needs that nvidia-modelopt does not declare.

@@ -11,24 +11,9 @@ Scalar loops over arrays, compiled by numba where it is installed, with the same
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-try:
-    import numba
-except ImportError:
-    numba = None  # type: ignore[assignment]  # a module that may be missing has no type
-    logging.getLogger(__name__).warning(
-        "numba is not installed: planning encoder work runs about 10 times slower (pip install numba)."
-    )
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled on first use and kept on disk; as it is without numba."""
-    return function if numba is None else numba.njit(cache=True)(function)
+from k3_plugins.compat.compiled import compiled
 
 
 @compiled

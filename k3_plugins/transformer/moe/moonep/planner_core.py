@@ -9,24 +9,9 @@ Letters as in `planner`: R ranks, E experts, m home experts per rank; d the gap 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
-try:
-    import numba
-except ImportError:
-    numba = None  # type: ignore[assignment]  # mypy has no name for a module that may be missing
-    logging.getLogger(__name__).warning(
-        "numba is not installed: the host planner of MoonEP runs about 100 times slower (pip install numba)."
-    )
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled on first use and kept on disk; as it is without numba."""
-    return function if numba is None else numba.njit(cache=True)(function)
+from k3_plugins.compat.compiled import compiled
 
 
 @compiled

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from k3_plugins.compat.compiled import compiled
 from k3_plugins.transformer.moe.moonep.planner import check_counts, targets
-from k3_plugins.transformer.moe.moonep.planner_core import compiled
 
 
 @dataclass(frozen=True)
