@@ -99,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     if options.efficiency > 1:
         command.error(f"--efficiency {options.efficiency:g} must not be above 1")
-    for path in filter(None, (options.json, options.png)):
-        if not path.absolute().parent.is_dir():
-            command.error(f"{path}: its folder does not exist")
+    for flag, path in (("--json", options.json), ("--png", options.png)):
+        if path and not path.absolute().parent.is_dir():
+            command.error(f"{flag} {path}: its folder does not exist")
     if options.png and options.png.suffix.lower() != ".png":
         command.error(f"--png {options.png} must end in .png")
     config = PRESETS[options.model]
