@@ -18,14 +18,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from k3_plugins.recipes import declaration
+from k3_plugins.recipes.compare.budget import RESERVED
 
 BATCH = "global-batch-size"
 LR = "lr"
-RESERVED = frozenset(
-    (LR, BATCH, "train-iters", "train-samples", "seed", "save", "load", "tensorboard-dir")
-    + ("eval-iters", "eval-interval")
-)
-"""Flags that the comparison sets itself, the same way for every arm."""
+
+Flag = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Without the dashes in front."""
+Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class ArmError(ValueError):
@@ -41,8 +41,8 @@ class Arm(BaseModel):
     flags: tuple[str, ...] = ()
     grid: dict[str, tuple[float, ...]]
     nproc: Annotated[int, Field(ge=1)] = 1
-    scale_with_lr: dict[str, float] = Field(default_factory=dict, alias="scale-with-lr")
-    scale_with_steps: dict[str, float] = Field(default_factory=dict, alias="scale-with-steps")
+    scale_with_lr: dict[Flag, Factor] = Field(default_factory=dict, alias="scale-with-lr")
+    scale_with_steps: dict[Flag, Factor] = Field(default_factory=dict, alias="scale-with-steps")
 
     @field_validator("flags", mode="before")
     @classmethod
@@ -68,12 +68,20 @@ class Arm(BaseModel):
                 raise ValueError(f"grid.{name} {list(entries)} must ascend without repetition")
         if any(entry != int(entry) for entry in self.grid.get(BATCH, ())):
             raise ValueError(f"grid.{BATCH} {list(self.grid[BATCH])} must be whole numbers")
-        declaration.refuse_reserved(self.flags, RESERVED, "is set by the comparison, the same way for every arm")
+        if len(self.batches) == 2:
+            raise ValueError(
+                f"grid.{BATCH} {list(self.batches)} holds two, and an optimum at an edge allows no verdict: give three"
+                " or more, or one"
+            )
+        scaled = [f"--{name}" for name in (*self.scale_with_lr, *self.scale_with_steps)]
+        declaration.refuse_reserved(
+            [*self.flags, *scaled], RESERVED, "is set by the comparison, the same way for every arm"
+        )
         return self
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Global batch sizes to try; empty if the flags or the shared flags decide."""
+        """Global batch sizes to try; empty if the comparison's ``--batch`` decides."""
         return tuple(int(entry) for entry in self.grid.get(BATCH, ()))
 
 

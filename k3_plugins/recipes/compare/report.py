@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from k3_plugins.atomic import replacing
+from k3_plugins.recipes.compare.budget import Budget
 from k3_plugins.recipes.compare.search import Search
-from k3_plugins.recipes.compare.trial import Budget
 from k3_plugins.recipes.compare.verdict import Verdict, mean_loss
 
 COLOURS = ("#2a6fbb", "#d9622b")
@@ -96,11 +96,12 @@ def draw(searches: tuple[Search, Search], verdict: Verdict, path: Path) -> None:
                 right.plot(rates, losses, color=colour, linestyle=style, marker="o", markersize=4, label=label)
     left.set_xlabel("tokens")
     left.set_ylabel("validation loss, nats per token")
-    left.legend(frameon=False, fontsize=8)
     right.set_xscale("log")
     right.set_xlabel("learning rate")
     right.set_ylabel("validation loss at the end")
-    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        if axes.get_legend_handles_labels()[0]:  # none where every run diverged
+            axes.legend(frameon=False, fontsize=8)
     figure.suptitle(verdict.sentence, fontsize=9, wrap=True)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")

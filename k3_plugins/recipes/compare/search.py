@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from k3_plugins.recipes.compare.arm import Arm
-from k3_plugins.recipes.compare.trial import Point, Trial
+from k3_plugins.recipes.compare.budget import Point
+from k3_plugins.recipes.compare.trial import Trial
 
 Train = Callable[[Point], Trial]
 
@@ -56,7 +57,7 @@ def search(arm: Arm, train: Train, default_batch: int, extend: int, seeds: Seque
         train: runs one point.
         default_batch: batch size where the arm has no grid of them.
         extend: how many more learning rates may be tried, one after the other, beyond an edge at which the best one
-            lies; each is as far from the edge as its neighbour.
+            lies; each is as far from the edge as its neighbour, or a factor of 2 where there is none yet.
         seeds: the first one is that of the grid.
     """
     found = Search(arm)
@@ -70,10 +71,11 @@ def search(arm: Arm, train: Train, default_batch: int, extend: int, seeds: Seque
     for _ in range(extend):
         point = found.best.point
         rates = found.rates(point.batch)
-        if found.best.loss == float("inf") or len(rates) < 2:
+        if found.best.loss == float("inf"):
             break
         if point.lr == rates[0]:
-            run(Point(_round(rates[0] * rates[0] / rates[1]), point.batch, seeds[0]))
+            neighbour = rates[1] if len(rates) > 1 else 2 * rates[0]
+            run(Point(_round(rates[0] * rates[0] / neighbour), point.batch, seeds[0]))
         elif point.lr == rates[-1]:
             run(Point(_round(rates[-1] * rates[-1] / rates[-2]), point.batch, seeds[0]))
         else:

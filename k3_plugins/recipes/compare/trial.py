@@ -16,36 +16,11 @@ from pathlib import Path
 from k3_plugins.atomic import replacing
 from k3_plugins.recipes import process
 from k3_plugins.recipes.compare.arm import Arm
+from k3_plugins.recipes.compare.budget import Budget, Point, TrialError, flags, iterations
 from k3_plugins.report.events import ReportError, read_run
 from k3_plugins.report.summary import VALIDATION
 
 RESULT, LOG = "trial.json", "log.txt"
-
-
-class TrialError(RuntimeError):
-    """A run that could not be started or ended with an argument error: the whole comparison would be the same."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What every trial of a comparison shares."""
-
-    tokens: int
-    seq_length: int
-    evaluations: int
-    eval_iters: int
-    shared: tuple[str, ...]
-    """Flags of both arms: data, tokenizer, sequence length, schedule, platform."""
-    default_batch: int
-
-
-@dataclass(frozen=True)
-class Point:
-    """Where a trial stands in its arm's grid."""
-
-    lr: float
-    batch: int
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -59,33 +34,16 @@ class Trial:
     iterations: int
 
 
-def iterations(budget: Budget, batch: int) -> int:
-    """Steps in which a batch size spends the budget (rounded down: no trial sees more tokens).
-
-    Raises:
-        TrialError: if not one step fits.
-    """
-    steps = budget.tokens // (batch * budget.seq_length)
-    if steps < 1:
-        raise TrialError(
-            f"--tokens {budget.tokens} is less than one step of {batch} sequences of {budget.seq_length} tokens"
-        )
-    return steps
-
-
 def command(arm: Arm, budget: Budget, point: Point, folder: Path) -> list[str]:
     """The words after ``python``."""
-    steps = iterations(budget, point.batch)
-    own = {"lr": point.lr} | {name: factor * point.lr for name, factor in arm.scale_with_lr.items()}
-    words = [*budget.shared, *arm.flags]
-    for name, value in own.items():
-        words += [f"--{name}", f"{value:.10g}"]
-    for name, factor in arm.scale_with_steps.items():
-        words += [f"--{name}", str(max(1, round(factor * steps)))]
-    words += ["--global-batch-size", str(point.batch), "--train-iters", str(steps), "--seed", str(point.seed)]
-    words += ["--eval-interval", str(max(1, steps // budget.evaluations)), "--eval-iters", str(budget.eval_iters)]
-    words += ["--tensorboard-dir", str(folder / "tensorboard")]
-    return [*process.door(arm.nproc), *words]
+    own = flags(budget, point, folder)
+    steps = int(own["train-iters"])
+    scaled = {name: f"{factor * point.lr:.10g}" for name, factor in arm.scale_with_lr.items()}
+    scaled |= {name: str(max(1, round(factor * steps))) for name, factor in arm.scale_with_steps.items()}
+    words = [*process.door(arm.nproc), *budget.shared, *arm.flags]
+    for name, value in (scaled | own).items():
+        words += [f"--{name}", value]
+    return words
 
 
 def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
@@ -108,7 +66,7 @@ def run(arm: Arm, budget: Budget, point: Point, folder: Path) -> Trial:
 
 
 def _result(budget: Budget, point: Point, folder: Path, code: int) -> Trial:
-    steps = iterations(budget, point.batch)
+    steps = iterations(budget.tokens, budget.seq_length, point.batch)
     if code == 2:
         raise TrialError(f"the run in {folder} was refused (exit code 2):\n{process.tail(folder / LOG)}")
     try:
@@ -125,9 +83,7 @@ def _result(budget: Budget, point: Point, folder: Path, code: int) -> Trial:
             " split, or flags of your own)"
         )
     tokens = point.batch * budget.seq_length
-    curve = tuple(
-        (int(step) * tokens, float(value)) for step, value in zip(series.steps, series.values, strict=True)
-    )
+    curve = tuple((int(step) * tokens, float(value)) for step, value in zip(series.steps, series.values, strict=True))
     finished = code == 0 and math.isfinite(curve[-1][1])
     return Trial(point, curve[-1][1] if finished else float("inf"), curve, steps)
 
@@ -143,7 +99,10 @@ def _finished(folder: Path, words: Sequence[str]) -> Trial | None:
     return Trial(Point(**saved["point"]), float(saved["loss"]), curve, saved["iterations"])
 
 
+_NOT_FINITE = re.compile(r"Unexpected result .*\(message='found (NaN|Inf) in ")
+"""Megatron's words for a loss or a gradient that its checks refuse. A norm that is only logged ends no run."""
+
+
 def _diverged(folder: Path) -> bool:
     """Whether Megatron ended the run at a loss or a gradient that is not finite."""
-    text = (folder / LOG).read_text(errors="replace")
-    return re.search(r"(found|result|norm)\W+(nan|inf)", text, re.IGNORECASE) is not None
+    return _NOT_FINITE.search((folder / LOG).read_text(errors="replace")) is not None

@@ -6,6 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
+from k3_plugins.recipes.compare.arm import Arm
 from k3_plugins.recipes.compare.search import Search
 
 NOT_ALIGNED = "hyperparameters not aligned, indicative only"
@@ -31,12 +32,39 @@ def mean_loss(search: Search) -> float:
     return statistics.fmean(trial.loss for trial in search.repeats) if search.repeats else math.inf
 
 
+def impossible(first: Arm, second: Arm, default_batch: int, extend: int) -> str | None:
+    """Why no results could give a verdict; None if some could.
+
+    Args:
+        default_batch: batch size of an arm without a grid of them.
+        extend: learning rates that may be added to a grid.
+    """
+    for arm in (first, second):
+        rates = arm.grid["lr"]
+        if len(rates) + extend < 3:
+            return (
+                f"{arm.name}: grid.lr {list(rates)} with --extend {extend} has no rate between two others, and an"
+                " optimum at an edge allows no verdict: give three or more, or a larger --extend"
+            )
+    batches = [arm.batches or (default_batch,) for arm in (first, second)]
+    if batches[0] != batches[1] and all(len(entry) == 1 for entry in batches):
+        return (
+            f"{first.name} would be trained at batch size {batches[0][0]}, {second.name} at {batches[1][0]}, tuned for"
+            " neither: give both the same, or grids of three or more in global-batch-size"
+        )
+    return None
+
+
 def judge(first: Search, second: Search) -> Verdict:
     """Compare two arms at their own optima."""
     reasons = [f"{search.arm.name}: {edge}" for search in (first, second) for edge in search.edges()]
-    batches = {tuple(search.batches) for search in (first, second)}
-    if all(len(entry) == 1 for entry in batches) and len(batches) == 2:
-        reasons.append("the arms were trained at different batch sizes, neither of them tuned")
+    used = [search.best.point.batch for search in (first, second)]
+    if used[0] != used[1] and any(len(search.batches) == 1 for search in (first, second)):
+        tuned = [search.arm.name for search in (first, second) if len(search.batches) > 1]
+        reasons.append(
+            f"the arms were trained at different batch sizes ({used[0]}, {used[1]}), tuned for"
+            f" {f'{tuned[0]} alone' if tuned else 'neither of them'}"
+        )
     losses = mean_loss(first), mean_loss(second)
     difference = losses[1] - losses[0]
     noise = _standard_error(first, second)
