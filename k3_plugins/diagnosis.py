@@ -30,7 +30,7 @@ from k3_plugins.failure import PREFIX, place_of
 from k3_plugins.feature import Feature, FeatureError
 from k3_plugins.patching import PatchError, PatchState
 from k3_plugins.platform import detect
-from k3_plugins.training.inputs import check_derived_sizes, check_layout, check_sizes
+from k3_plugins.training.inputs import check_derived_sizes, check_evaluation, check_layout, check_sizes
 
 PATCH_MARKER = "k3_plugins.bootstrap"
 """What a ``pretrain_gpt.py`` with the source patch contains."""
@@ -303,6 +303,7 @@ def _megatron_accepts(found: Diagnosis, args: argparse.Namespace) -> None:
 
     try:
         check_sizes(args)
+        check_evaluation(args)
         check_layout(args)
         validate_args(args, {})
         check_derived_sizes(args)

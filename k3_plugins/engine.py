@@ -25,6 +25,7 @@ from k3_plugins.patching import Patch, PatchError, PatchKind
 from k3_plugins.training.inputs import (
     check_data_files,
     check_derived_sizes,
+    check_evaluation,
     check_layout,
     check_sizes,
     check_spec,
@@ -162,7 +163,10 @@ def _container_errors(original: Callable[..., Any]) -> Callable[..., Any]:
 def _pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pretrain(*arguments: Any, **keywords: Any) -> Any:
+        from megatron.training import get_args
+
         try:
+            check_evaluation(get_args())
             return original(*arguments, **keywords)
         except Exception as error:
             activation = _activation()

@@ -83,14 +83,13 @@ def check(own: Namespace, args: Namespace) -> None:
     from k3_plugins import activation, bootstrap, manifest
     from k3_plugins.agreement import end_every_rank
     from k3_plugins.feature import FeatureError
-    from k3_plugins.training.inputs import check_spec
+    from k3_plugins.training.inputs import DATA_ARGUMENTS, check_spec
 
-    data = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
     problems = [
         (not own.chat_data, "no conversations are named: give --chat-data FILE.jsonl"),
         *(
             (bool(getattr(args, name)), f"--{name.replace('_', '-')} belongs to k3_plugins.pretrain_gpt; drop it")
-            for name in (*data, "per_split_data_args_path", "mock_data", "sft")
+            for name in (*DATA_ARGUMENTS, "mock_data", "sft")
         ),
         (
             args.dataloader_inter_document_masking or args.reset_position_ids or args.reset_attention_mask,

@@ -25,7 +25,8 @@ from k3_plugins.feature import Feature, FeatureError
 
 FILE_NAME = "k3_manifest.json"
 _FORMAT = 1
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's file that names the last complete checkpoint of a folder."""
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -149,21 +150,21 @@ def find(load: str, step: str | int | None = None) -> Found | None:
     folder = os.path.join(load, name)
     if not _exists(folder):
         raise FeatureError(
-            f"--load {load}: {'--ckpt-step' if step else _TRACKER} names {name}, but there is no such folder; "
+            f"--load {load}: {'--ckpt-step' if step else TRACKER} names {name}, but there is no such folder; "
             "name an iteration that exists with --ckpt-step"
         )
     return Found(folder, _read(folder))
 
 
 def _tracked(load: str) -> str | None:
-    tracker = os.path.join(load, _TRACKER)
+    tracker = os.path.join(load, TRACKER)
     if not _exists(tracker):
         return None
     word = _text(tracker).strip()
     if word == "release":
         return "release"
     if not word.isdigit():
-        raise FeatureError(f"--load {load}: {_TRACKER} holds {word!r} instead of an iteration; write the number there")
+        raise FeatureError(f"--load {load}: {TRACKER} holds {word!r} instead of an iteration; write the number there")
     return f"iter_{int(word):07d}"
 
 
@@ -241,7 +242,7 @@ def require_checkpoint(args: Any) -> None:
 
 def _no_checkpoint(args: Any) -> FeatureError:
     return FeatureError(
-        f"--load {args.load} holds no checkpoint (no {_TRACKER} there). Correct the path; or remove --load to "
+        f"--load {args.load} holds no checkpoint (no {TRACKER} there). Correct the path; or remove --load to "
         "start from scratch; or add --k3-allow-empty-load if this folder is filled by --save later"
     )
 

@@ -97,9 +97,9 @@ def train(own: Namespace, activation: Activation | None) -> None:
 def check(own: Namespace, args: Namespace, activation: Activation | None) -> None:
     """End with exit code 2 if the encoder or the data is not named, or flags ask for what this door does not do."""
     from k3_plugins.agreement import end_every_rank
+    from k3_plugins.training.inputs import DATA_ARGUMENTS
     from k3_plugins.vision.training.tokens import SIZE
 
-    data = ("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path")
     packing = ("dataloader_inter_document_masking", "reset_position_ids", "reset_attention_mask")
     problems = [
         (activation is None or "moonvit" not in activation.names, "add moonvit to --k3-plugins"),
@@ -110,7 +110,7 @@ def check(own: Namespace, args: Namespace, activation: Activation | None) -> Non
         ),
         *(
             (bool(getattr(args, name)), f"--{name.replace('_', '-')} belongs to k3_plugins.pretrain_gpt; drop it")
-            for name in (*data, "per_split_data_args_path", "mock_data", "sft")
+            for name in (*DATA_ARGUMENTS, "mock_data", "sft")
         ),
         *(
             (getattr(args, name), f"--{name.replace('_', '-')}: rows of pairs are read as one text; drop it")

@@ -49,6 +49,14 @@ def check_sizes(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not math.isfinite(value):
             raise FeatureError(f"{_flag(name)} {value} must be a finite number")
+
+
+def check_evaluation(args: Namespace) -> None:
+    """For training: what Megatron divides by when it counts validation samples.
+
+    Raises:
+        FeatureError: naming the flag and its value.
+    """
     counted = not (args.skip_train or args.full_validation or args.perform_rl_step)
     if counted and not (args.eval_interval or 0) > 0:
         raise FeatureError(

@@ -69,7 +69,7 @@ def load(
     """
     found = manifest.find(str(folder), step)
     if found is None:
-        raise ConversionError(f"{folder} holds no checkpoint (no latest_checkpointed_iteration.txt there)")
+        raise ConversionError(f"{folder} holds no checkpoint (no {manifest.TRACKER} there)")
     if found.manifest is None:
         raise FeatureError(f"{found.folder} was saved without k3_plugins; its model is not one of this project's")
     features = [name for name, entry in found.manifest["features"].items() if entry["changes_parameters"]]

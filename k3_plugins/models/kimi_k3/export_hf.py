@@ -62,7 +62,7 @@ def export_checkpoint(
     with hf_folder.new_folder(target) as folder:
         found = manifest.find(str(source), step)
         if found is None:
-            raise ConversionError(f"{source} holds no checkpoint (no latest_checkpointed_iteration.txt there)")
+            raise ConversionError(f"{source} holds no checkpoint (no {manifest.TRACKER} there)")
         from k3_plugins.models.kimi_k3.dist_checkpoint import BoxReader
 
         reader = BoxReader(Path(found.folder))

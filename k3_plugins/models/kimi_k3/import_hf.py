@@ -20,7 +20,6 @@ from k3_plugins.models.kimi_k3.hf_names import Place
 from k3_plugins.models.kimi_k3.safetensors_files import Weights
 
 RELEASE = "release"
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def import_checkpoint(
@@ -60,7 +59,7 @@ def import_checkpoint(
         _write(iteration, boxes, layout, weights, description, args, _tokenizer(source, target))
         hf_folder.write_sidecar(source, iteration, spelling)
         manifest.write(iteration, activation, 0)
-        (folder / TRACKER).write_text(RELEASE)
+        (folder / manifest.TRACKER).write_text(RELEASE)
     printed = values | _tokenizer(source, target)
     words = megatron_session.words({name: value for name, value in printed.items() if value is not None})
     features = ",".join(description.features)

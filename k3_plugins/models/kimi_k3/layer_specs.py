@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
@@ -42,6 +40,7 @@ from k3_plugins.transformer.gated_mla.layer import GatedMLASelfAttention
 from k3_plugins.transformer.kda.config import KDAConfig
 from k3_plugins.transformer.kda.layer import KimiDeltaAttention
 from k3_plugins.transformer.kda.pattern import resolve_pattern
+from k3_plugins.transformer.linear_backend import linear_backend
 from k3_plugins.transformer.moe.router import PaddedTopKRouter
 from k3_plugins.transformer.norm import RMSNorm
 
@@ -88,7 +87,7 @@ def mtp(config: object, vp_stage: int | None = None) -> MultiTokenPredictionBloc
             enorm=RMSNorm,
             hnorm=RMSNorm,
             layer_norm=RMSNorm,
-            eh_proj=_backend(transformer).column_parallel_linear(),
+            eh_proj=linear_backend(transformer).column_parallel_linear(),
             mtp_model_layer=_layer_specs(transformer, [transformer.num_layers - 1], **_active_features(transformer))[0],
         ),
     )
@@ -195,27 +194,13 @@ def _layer_spec(
     )
 
 
-def _backend(config: TransformerConfig) -> BackendSpecProvider:
-    """Where the feed-forward networks' linear layers come from: Transformer Engine when asked for, else Megatron."""
-    if config.transformer_impl != "transformer_engine":
-        return LocalSpecProvider()
-    if not HAVE_TE:
-        raise ValueError(
-            "--transformer-impl transformer_engine needs Transformer Engine: pip install "
-            "'transformer-engine[core-cu13,pytorch]', or pass --transformer-impl local."
-        )
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    return TESpecProvider()
-
-
 def _dense(config: TransformerConfig, features: MoEFeatures) -> Callable[..., Any]:
     """A dense feed-forward network for the layer's ``mlp`` slot."""
     if features.latent_moe is not None:
         from k3_plugins.transformer.moe.latent_moe.spec import dense_mlp_spec
 
         return dense_mlp_spec(config, features.latent_moe)
-    backend = _backend(config)
+    backend = linear_backend(config)
     return partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()),
@@ -244,7 +229,7 @@ def _moe(config: TransformerConfig, features: MoEFeatures) -> Callable[..., Any]
 
         return balanced_module_spec(config, features.moonep, router=router)
     spec = get_moe_module_spec_for_backend(
-        backend=_backend(config), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        backend=linear_backend(config), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     submodules = dataclasses.replace(spec.keywords["submodules"], router=router)
     return partial(spec.func, **{**spec.keywords, "submodules": submodules})

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from typing import IO, Any
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+from k3_plugins.manifest import TRACKER
 
 
 def repair(module: Any) -> None:
@@ -33,7 +33,7 @@ class _Files:
 
 
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    if mode == "w" and os.path.basename(file) == _TRACKER:
+    if mode == "w" and os.path.basename(file) == TRACKER:
         return _replacing(file, *args, **kwargs)
     return builtins.open(file, mode, *args, **kwargs)
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from k3_plugins.atomic import replacing
+from k3_plugins.manifest import TRACKER
 
 _LAYER = re.compile(r"(?:.*\.)?decoder\.layers\.(?:(\d+)\.)?(self_attention_res|mlp_res)\.source_weights")
 _OUTPUT = re.compile(r"(?:.*\.)?decoder\.output_res\.source_weights")
@@ -30,7 +31,7 @@ def iteration_directory(checkpoint: Path) -> Path:
         FileNotFoundError: if there is no torch_dist checkpoint.
         ValueError: for a tracker file that names no iteration.
     """
-    tracker = checkpoint / "latest_checkpointed_iteration.txt"
+    tracker = checkpoint / TRACKER
     directory = checkpoint
     if tracker.is_file():
         latest = tracker.read_text(errors="replace").strip()

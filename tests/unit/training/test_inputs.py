@@ -20,9 +20,6 @@ SIZES = dict(
     train_iters=None,
     train_samples=None,
     skip_train=False,
-    full_validation=False,
-    perform_rl_step=False,
-    eval_interval=10,
     lr=1e-3,
     min_lr=0.0,
     weight_decay=0.1,
@@ -53,8 +50,6 @@ LAYOUT = dict(
         ({"num_layers": -1}, "--num-layers -1 must be at least 1"),
         ({"lr": float("nan")}, "--lr nan must be a finite number"),
         ({"clip_grad": float("inf")}, "--clip-grad inf must be a finite number"),
-        ({"eval_interval": None}, "--eval-interval None: give a number of steps; .*"),
-        ({"eval_interval": 0}, "--eval-interval 0: give a number of steps; .*"),
     ],
 )
 def test_sizes(change, message):
@@ -70,7 +65,16 @@ def test_a_derived_width_of_zero_is_refused():
 
 def test_good_sizes():
     inputs.check_sizes(Namespace(**SIZES))
-    inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True, "eval_interval": None}))
+    inputs.check_sizes(Namespace(**{**SIZES, "train_iters": 0, "skip_train": True}))
+
+
+def test_training_needs_an_evaluation_interval():
+    training = dict(skip_train=False, full_validation=False, perform_rl_step=False, eval_interval=10)
+    inputs.check_evaluation(Namespace(**training))
+    inputs.check_evaluation(Namespace(**{**training, "skip_train": True, "eval_interval": None}))
+    for value in (None, 0):
+        with pytest.raises(FeatureError, match=f"^--eval-interval {value}: give a number of steps; "):
+            inputs.check_evaluation(Namespace(**{**training, "eval_interval": value}))
 
 
 def test_experts_are_trained_under_tensor_parallelism_with_sequence_parallelism():

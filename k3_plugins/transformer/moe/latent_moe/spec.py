@@ -12,14 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 
+from k3_plugins.transformer.linear_backend import linear_backend
 from k3_plugins.transformer.moe.experts import GroupedExperts
 from k3_plugins.transformer.moe.latent_moe.config import LatentMoEConfig
 from k3_plugins.transformer.moe.latent_moe.layer import LatentMoELayer
@@ -93,7 +92,7 @@ def _experts(config: TransformerConfig, activation: GatedActivation) -> Callable
     """Transformer Engine's grouped experts where that is the implementation, else stacked weights."""
     if config.transformer_impl != "transformer_engine":
         return partial(GroupedExperts, activation=activation, width=config.moe_latent_size)
-    grouped = _backend(config).grouped_mlp_modules(True)
+    grouped = linear_backend(config).grouped_mlp_modules(True)
 
     def build(count: int, config: TransformerConfig, **options: Any) -> Any:
         # The same seam as in `mlp`: the submodule's activation sees gate and up together.
@@ -108,18 +107,5 @@ def _experts(config: TransformerConfig, activation: GatedActivation) -> Callable
 
 
 def _linears(config: TransformerConfig) -> MLPSubmodules:
-    backend = _backend(config)
+    backend = linear_backend(config)
     return MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
-
-
-def _backend(config: TransformerConfig) -> BackendSpecProvider:
-    if config.transformer_impl != "transformer_engine":
-        return LocalSpecProvider()
-    if not HAVE_TE:
-        raise ValueError(
-            "--transformer-impl transformer_engine needs Transformer Engine: pip install "
-            "'transformer-engine[core-cu13,pytorch]', or pass --transformer-impl local."
-        )
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    return TESpecProvider()
