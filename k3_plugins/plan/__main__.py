@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
 from k3_plugins.atomic import replacing
 from k3_plugins.models.kimi_k3.config import PRESETS
 from k3_plugins.plan import report
+from k3_plugins.plan.advice import explain
 from k3_plugins.plan.cost import Hardware
 from k3_plugins.plan.layout import Job
 from k3_plugins.plan.memory import POLICIES, Options
@@ -52,6 +54,21 @@ def amount(text: str) -> float:
     return value
 
 
+def check_output(command: argparse.ArgumentParser, flag: str, path: Path | None) -> None:
+    """End with a sentence if a file cannot be written, before the work of which it is the result."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        command.error(f"{flag} {path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        command.error(f"{flag} {path} is no regular file, and a file would take its place; name another one")
+    if not folder.is_dir():
+        command.error(f"{flag} {path}: its folder does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        command.error(f"{flag} {path}: its folder cannot be written to; name another one")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     result = argparse.ArgumentParser(
@@ -61,21 +78,23 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("--model", choices=sorted(PRESETS), required=True, help="a preset")
-    add("--gpus", type=positive, required=True)
+    add("--gpus", type=positive, required=True, metavar="N", help="of the whole job")
     add("--gpu-memory", type=amount, default=80.0, metavar="GB", help="of one GPU (default 80)")
     add("--host-memory", type=amount, default=128.0, metavar="GB", help="host memory per GPU (default 128)")
     add("--context", type=positive, default=8192, metavar="TOKENS", help="sequence length (default 8192)")
     add("--global-batch-tokens", type=positive, default=2**26, metavar="N", help="tokens in a step (default 2^26)")
     for name, flag in SIZES.items():
         add(f"--{flag}", type=positive, metavar="N", dest=name, help="use only this size")
-    add("--policies", default=",".join(POLICIES), help="activation policies to try, fastest first (default: all)")
+    every = ",".join(POLICIES)
+    add("--policies", default=every, metavar="LIST", help=f"activation policies to try, in order (default {every})")
     add("--no-pipeline-zero2", action="store_true", help="whole gradient buffers on the GPU")
     add("--optimizer-on-host", action="store_true", help="master weights and moments in host memory")
     add("--no-moonep", action="store_true", help="Megatron's all-to-all in place of MoonEP")
-    add("--reserve-memory", type=amount, default=6.4, metavar="GB", help="CUDA context, workspaces, fragmentation")
+    reserve = "of a GPU: CUDA context, workspaces, fragmentation (default 6.4)"
+    add("--reserve-memory", type=amount, default=6.4, metavar="GB", help=reserve)
     add("--gpu-tflops", type=amount, default=989.0, help="dense bf16 peak of one GPU (default 989)")
     add("--efficiency", type=amount, default=0.5, help="share of the peak that kernels reach (default 0.5)")
-    add("--gpus-per-node", type=positive, default=8)
+    add("--gpus-per-node", type=positive, default=8, metavar="N", help="TP stays inside a node (default 8)")
     add("--bandwidth-inside", type=amount, default=450.0, metavar="GB/s", help="per GPU inside a node (default 450)")
     add("--bandwidth-between", type=amount, default=50.0, metavar="GB/s", help="per GPU between nodes (default 50)")
     add("--top", type=positive, default=8, help="layouts to show (default 8)")
@@ -100,8 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.efficiency > 1:
         command.error(f"--efficiency {options.efficiency:g} must not be above 1")
     for flag, path in (("--json", options.json), ("--png", options.png)):
-        if path and not path.absolute().parent.is_dir():
-            command.error(f"{flag} {path}: its folder does not exist")
+        check_output(command, flag, path)
     if options.png and options.png.suffix.lower() != ".png":
         command.error(f"--png {options.png} must end in .png")
     config = PRESETS[options.model]
@@ -122,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     fixed = {name: value for name in SIZES if (value := getattr(options, name)) is not None}
     device_bytes, host_bytes = options.gpu_memory * report.GB, options.host_memory * report.GB
     result = search(job, hardware, device_bytes, host_bytes, base, policies, fixed)
-    report.show(job, result, options.top, options.model)
+    report.show(job, result, options.top, options.model, device_bytes, host_bytes)
     if options.json:
         contents = report.values(job, hardware, result, options.top, options.model)
         with replacing(options.json) as temporary:
@@ -136,8 +154,8 @@ def main(argv: list[str] | None = None) -> int:
             except RuntimeError as error:
                 command.error(str(error))
     if not result.found and not result.nearest:
-        (reason, _), *_ = result.rejected.most_common()
-        command.error(f"no combination of the sizes given is a layout, most often because: {reason}")
+        flags = {name: f"--{flag}" for name, flag in SIZES.items()}
+        command.error(explain(job, fixed, flags, options.gpus_per_node, options.model))
     return 0 if result.found else 1
 
 

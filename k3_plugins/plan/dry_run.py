@@ -17,7 +17,7 @@ import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from k3_plugins.atomic import replacing
 from k3_plugins.diagnosis import Diagnosis, diagnose
 from k3_plugins.failure import PREFIX, fail
 from k3_plugins.feature import FeatureError
-from k3_plugins.plan.__main__ import amount, positive
+from k3_plugins.plan.__main__ import amount, check_output, positive
 from k3_plugins.plan.from_arguments import changed, job_of, layers_per_chunk, layout_of, model_of, options_of
 from k3_plugins.plan.memory import Memory, of_rank
-from k3_plugins.plan.report import GB, gigabytes, memory_table
+from k3_plugins.plan.report import GB, gigabytes, memory_table, print_numbers
 
 DRAFT = "k3_plugins.draft_gpt"
 DOORS = ("k3_plugins.pretrain_gpt", "k3_plugins.pretrain_vlm", "k3_plugins.finetune_gpt", DRAFT)
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.error("the training flags stand behind --, for example: --ranks 8 -- --k3-plugins k3 --k3-model ...")
     place = words.index("--")
     own = command.parse_args(words[:place])
-    if own.json and not own.json.absolute().parent.is_dir():
-        command.error(f"--json {own.json}: its folder does not exist")
+    check_output(command, "--json", own.json)
     try:
         control, flags = parse_control(words[place + 1 :])
         flags = without_own(own.door, flags)
         if not control.plugins:
             raise FeatureError("the training flags name no feature: add --k3-plugins")
-        with redirect_stdout(io.StringIO()):  # which platform the checks use is no news about the job
+        # which platform the checks use is no news about the job
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             platform.select(control.platform or "cpu")  # they need no GPU, wherever the job will run
     except (FeatureError, platform.PlatformError) as error:
         fail(str(error))
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with redirect_stdout(io.StringIO()):  # Megatron prints all its arguments
         found = diagnose(control, flags, own.ranks, own.door)
     if found.arguments is None or found.defaults is None:
-        for problem in found.problems or ["the training flags are empty"]:
+        for problem in dict.fromkeys(found.problems):
             print(f"{PREFIX}{problem}", file=sys.stderr)
         return 2
     found.arguments.k3_plugins, found.arguments.k3_model = ",".join(control.plugins), control.model
@@ -167,7 +167,7 @@ def _show(
     for note in found.left_out:
         console.print(f"left out: {escape(note)}")
     table = Table(title="Resolved configuration (what differs from Megatron's defaults)", title_justify="left")
-    table.add_column("argument")
+    table.add_column("argument", overflow="fold")
     table.add_column("value", overflow="fold")
     for name, value in configuration.items():
         table.add_row(name, escape(str(value)))
@@ -185,7 +185,7 @@ def _show(
         spans = ", ".join(_span(start, size) for start, size in held)
         if layout.pp <= 8 or rank < 4 or rank >= layout.pp - 4:
             console.print(f"  pipeline rank {rank}: layers {spans}")
-    console.print(memory_table(plan["memory"], "Memory plan, GB per GPU by pipeline rank (estimate)"))
+    print_numbers(console, memory_table(plan["memory"], "Memory plan, GB per GPU by pipeline rank (estimate)"))
     fullest: Memory = max(plan["memory"], key=lambda memory: memory.total)
     verdict = "fits" if fullest.total <= own.gpu_memory * GB else "does NOT fit"
     console.print(f"{fullest.total / GB:.1f} GB on pipeline rank {fullest.rank}: {verdict} in {own.gpu_memory:g} GB")

@@ -5,8 +5,9 @@ Letters as in Megatron's flags: TP, CP, PP, VPP, EP, DP; C = PP * VPP chunks; m 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from itertools import product
 
@@ -111,7 +112,24 @@ def powers_of_two(limit: int) -> Iterator[int]:
         value *= 2
 
 
-def candidates(job: Job, fixed: dict[str, int], gpus_per_node: int) -> Iterator[tuple[Layout | None, str]]:
+class Obstacle(StrEnum):
+    """Why sizes are no layout, in the order in which they are examined."""
+
+    HEADS = "TP does not divide the heads"
+    WIDTHS = "TP does not divide the feed-forward widths"
+    NO_EXPERTS = "EP without experts"
+    EXPERTS = "EP does not divide the experts"
+    NO_PIPELINE = "virtual stages without a pipeline"
+    CHUNKS = "more chunks than layers"
+    GPUS = "TP x CP x PP does not divide the number of GPUs"
+    EXPERT_RANKS = "EP does not divide TP x CP x DP"
+    ZIGZAG = "2 x CP does not divide the context"
+    SEQUENCE = "CP x TP does not divide the context"
+    BATCH = "DP x micro-batch does not divide the global batch"
+    ROUNDS = "virtual stages need a number of micro-batches that PP divides"
+
+
+def candidates(job: Job, fixed: Mapping[str, int], gpus_per_node: int) -> Iterator[tuple[Layout | None, str]]:
     """Every combination of power-of-two sizes; a layout, or None and the reason why there is none.
 
     Args:
@@ -141,30 +159,30 @@ def candidates(job: Job, fixed: dict[str, int], gpus_per_node: int) -> Iterator[
 
 
 def impossible(job: Job, tp: int, cp: int, pp: int, vpp: int, ep: int, micro_batch: int) -> str:
-    """Why these sizes cannot be used; empty if they can."""
+    """Why these sizes cannot be used, an `Obstacle`; empty if they can."""
     config = job.config
-    if job.gpus % (tp * cp * pp):
-        return "TP x CP x PP does not divide the number of GPUs"
     dp = job.gpus // (tp * cp * pp)
-    if config.num_attention_heads % tp or (config.kda_num_heads or config.num_attention_heads) % tp:
-        return "TP does not divide the heads"
-    if job.context % (cp * tp):
-        return "CP x TP does not divide the context"
-    if config.num_experts is None and ep > 1:
-        return "EP without experts"
-    if config.num_experts is not None and config.num_experts % ep:
-        return "EP does not divide the experts"
-    if (tp * cp * dp) % ep:
-        return "EP does not divide TP x CP x DP"
-    if pp == 1 and vpp > 1:
-        return "virtual stages without a pipeline"
-    if pp * vpp > config.num_layers:
-        return "more chunks than layers"
-    if job.global_batch % (dp * micro_batch):
-        return "DP x micro-batch does not divide the global batch"
-    if vpp > 1 and (job.global_batch // (dp * micro_batch)) % pp:
-        return "virtual stages need a number of micro-batches that PP divides"
-    return ""
+    sequences = dp * micro_batch
+    checks = {
+        Obstacle.HEADS: any(heads % tp for heads in (config.num_attention_heads, config.kda_num_heads)),
+        Obstacle.WIDTHS: any(width % tp for width in feed_forward_widths(config)),
+        Obstacle.NO_EXPERTS: config.num_experts is None and ep > 1,
+        Obstacle.EXPERTS: (config.num_experts or ep) % ep,
+        Obstacle.NO_PIPELINE: pp == 1 and vpp > 1,
+        Obstacle.CHUNKS: pp * vpp > config.num_layers,
+        Obstacle.GPUS: job.gpus % (tp * cp * pp),
+        Obstacle.EXPERT_RANKS: (tp * cp * dp) % ep,
+        Obstacle.ZIGZAG: cp > 1 and job.context % (2 * cp),  # a rank holds two slices, for balance
+        Obstacle.SEQUENCE: job.context % (cp * tp),  # sequence parallelism cuts what a CP rank holds
+        Obstacle.BATCH: dp == 0 or job.global_batch % sequences,
+        Obstacle.ROUNDS: dp > 0 and vpp > 1 and (job.global_batch // sequences) % pp,
+    }
+    return next((reason for reason, holds in checks.items() if holds), "")
+
+
+def feed_forward_widths(config: KimiK3Config) -> tuple[int, int]:
+    """Of the dense layers and of the shared experts, which TP cuts."""
+    return config.dense_ffn_hidden_size, config.num_shared_experts * config.expert_ffn_hidden_size
 
 
 def in_flight(layout: Layout, rank: int) -> int:

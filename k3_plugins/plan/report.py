@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from k3_plugins.plan.flops import ends_flops, layer_flops, model_flops
 from k3_plugins.plan.layout import Job, layout_string
 from k3_plugins.plan.memory import FULL, KINDS, Memory
 from k3_plugins.plan.parameters import active, all_parts, total, vision
-from k3_plugins.plan.search import Found, Result
+from k3_plugins.plan.search import Found, Result, TooLarge
 
 GB = 1e9
 
@@ -56,7 +57,7 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
         features += ["quantile-balancing", *(["moonep"] if options.moonep else [])]
     features += ["pipeline-zero2"] if options.pipeline_zero2 else []
     features += ["activation-manager"] if on_host else []
-    words: list[str | int] = ["--k3-model", name, "--k3-plugins", ",".join(features)]
+    words: list[str | int | float] = ["--k3-model", name, "--k3-plugins", ",".join(features)]
     if on_host:
         # `decoder` names the inputs that full recomputation keeps
         words += ["--activation-policy", "decoder=cpu", "--no-gradient-accumulation-fusion"]
@@ -123,14 +124,24 @@ def values(job: Job, hardware: Hardware, result: Result, top: int, name: str) ->
         "rejected": dict(result.rejected.most_common()),
         "layouts": [layout_values(job, found, name) for found in result.found[:top]],
         "nearest_that_do_not_fit": [
-            {"layout": str(layout), "bytes": size, "device_bytes": memory.device, "host_bytes": memory.host}
-            for size, layout, memory in result.nearest
+            {
+                "layout": str(entry.layout),
+                "activations": entry.policy,
+                "bytes": entry.fullest.total,
+                "device_bytes": entry.fullest.device,
+                "host_bytes": entry.host,
+            }
+            for entry in result.nearest
         ],
     }
 
 
-def show(job: Job, result: Result, top: int, name: str) -> None:
-    """Print the tables."""
+def show(job: Job, result: Result, top: int, name: str, device_bytes: float, host_bytes: float) -> None:
+    """Print the tables.
+
+    Args:
+        device_bytes, host_bytes: what the search allowed a GPU.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -153,7 +164,7 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
     )
     table = Table(title="Fastest layouts (estimates: see the assumptions in --help)", title_justify="left")
     for column in ("TP", "CP", "PP", "VPP", "EP", "DP", "micro", "activations", "GB", "host GB", "bubble", "MFU", "s"):
-        table.add_column(column, justify="left" if column == "activations" else "right")
+        table.add_column(column, justify="left" if column == "activations" else "right", no_wrap=True)
     for found in result.found[:top]:
         layout, cost = found.layout, found.cost
         sizes = (layout.tp, layout.cp, layout.pp, layout.vpp, layout.ep, layout.dp)
@@ -168,25 +179,38 @@ def show(job: Job, result: Result, top: int, name: str) -> None:
             f"{cost.seconds:.2f}",
         )
     if result.found:
-        console.print(table)
+        print_numbers(console, table)
         best = result.found[0]
-        console.print(memory_table(best.memory, "Memory of the fastest one, GB per GPU by pipeline rank"))
+        print_numbers(console, memory_table(best.memory, "Memory of the fastest one, GB per GPU by pipeline rank"))
         sent = ", ".join(f"{group} {size / GB:,.1f}" for group, size in best.cost.sent.items() if size)
         console.print(f"the fastest one sends per GPU and step, in GB: {sent or 'nothing'}")
         console.print(f"layers per chunk: {' '.join(map(str, best.layers_per_chunk))}")
-        console.print("flags: " + " ".join(flags(job, best, name)), soft_wrap=True)
+        console.print("flags: " + shlex.join(flags(job, best, name)), soft_wrap=True, markup=False)
     table = Table(title="Left out", title_justify="left")
     table.add_column("reason", overflow="fold")
-    table.add_column("combinations", justify="right")
+    table.add_column("combinations", justify="right", no_wrap=True)
     for reason, count in result.rejected.most_common():
         table.add_row(reason, f"{count:,}")
     console.print(table)
     if not result.found:
         console.print("[bold]No layout fits.[/bold]")
-        for size, layout, memory in result.nearest[:3]:
-            parts = ", ".join(f"{kind} {value / GB:.1f}" for kind, value in memory.device.items() if value)
-            needs = f"{size / GB:.1f} GB ({parts}; host {memory.host / GB:.1f})"
-            console.print(f"nearest: {layout}, micro-batch {layout.micro_batch}, needs {needs}")
+        for entry in result.nearest[:3]:
+            where = f"{entry.layout}, micro-batch {entry.layout.micro_batch}, activations {entry.policy}"
+            console.print(f"nearest: {where}, {_needs(entry, device_bytes, host_bytes)}")
+
+
+def _needs(entry: TooLarge, device_bytes: float, host_bytes: float) -> str:
+    """What a layout that does not fit lacks, and the flag that would have to be larger."""
+    device, host = f"{gigabytes(entry.fullest.total)} GB", f"{gigabytes(entry.host)} GB of host memory"
+    parts = ", ".join(f"{kind} {gigabytes(value)}" for kind, value in entry.fullest.device.items() if value)
+    lacks = []
+    if entry.fullest.total > device_bytes:
+        lacks.append(f"{device} of GPU memory ({parts}), --gpu-memory is {device_bytes / GB:g}")
+    if entry.host > host_bytes:
+        lacks.append(f"{host}, --host-memory is {host_bytes / GB:g}")
+    else:
+        lacks.append(host)
+    return f"needs {'; '.join(lacks)}"
 
 
 def memory_table(memories: Sequence[Memory], title: str) -> Any:
@@ -194,14 +218,36 @@ def memory_table(memories: Sequence[Memory], title: str) -> Any:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    table.add_column("rank", justify="right")
-    kinds = [kind for kind in KINDS if any(memory.device[kind] for memory in memories)]
-    for kind in (*kinds, "total", "host"):
-        table.add_column(kind, justify="right", overflow="fold")
-    for memory in memories if len(memories) <= 8 else (*memories[:4], *memories[-4:]):
-        cells = [memory.device[kind] for kind in kinds] + [memory.total, memory.host]
-        table.add_row(str(memory.rank), *(gigabytes(cell) for cell in cells))
+    shown = memories if len(memories) <= 8 else (*memories[:4], *memories[-4:])
+    table.add_column("rank", no_wrap=True)
+    for memory in shown:
+        table.add_column(str(memory.rank), justify="right", no_wrap=True)
+    for kind in KINDS:
+        if any(memory.device[kind] for memory in memories):
+            table.add_row(kind, *(gigabytes(memory.device[kind]) for memory in shown))
+    table.add_section()
+    table.add_row("total", *(gigabytes(memory.total) for memory in shown))
+    table.add_row("host", *(gigabytes(memory.host) for memory in shown))
     return table
+
+
+def print_numbers(console: Any, table: Any) -> None:
+    """Print a table and never cut a number: where the terminal is narrow, without lines between the columns.
+
+    Args:
+        console, table: of rich's; a line that is still too long is left to the terminal.
+    """
+    from rich import box
+    from rich.measure import Measurement
+
+    def needed() -> int:
+        return Measurement.get(console, console.options.update_width(10_000), table).maximum
+
+    if needed() > console.width:
+        table.box, table.padding = box.SIMPLE_HEAD, 0
+    console.width = max(width := console.width, needed())
+    console.print(table)
+    console.width = width
 
 
 def gigabytes(size: float) -> str:

@@ -28,6 +28,20 @@ class Found:
         return max(self.memory, key=lambda memory: memory.total)
 
 
+@dataclass(frozen=True)
+class TooLarge:
+    """A layout that fits under no policy, with the one that misses least."""
+
+    layout: Layout
+    policy: str
+    excess: float
+    """Bytes that are missing, on the device and in host memory together."""
+    fullest: Memory
+    """The pipeline rank that needs most of its device."""
+    host: float
+    """The most that a pipeline rank needs in host memory."""
+
+
 @dataclass
 class Result:
     """Of a search."""
@@ -37,8 +51,8 @@ class Result:
     considered: int
     rejected: Counter[str]
     """Reason -> number of combinations."""
-    nearest: list[tuple[float, Layout, Memory]] = field(default_factory=list)
-    """Layouts that do not fit under any policy, smallest first: bytes on the fullest rank."""
+    nearest: list[TooLarge] = field(default_factory=list)
+    """Least excess first."""
 
 
 def search(
@@ -58,7 +72,7 @@ def search(
         fixed: sizes that the user gave.
     """
     rejected: Counter[str] = Counter()
-    found, nearest, considered = [], [], 0
+    found, nearest, considered = [], list[TooLarge](), 0
     splits: dict[int, tuple[int, ...]] = {}
     for layout, reason in candidates(job, fixed, hardware.gpus_per_node):
         considered += 1
@@ -67,21 +81,24 @@ def search(
             continue
         if layout.chunks not in splits:
             splits[layout.chunks] = tuple(split_layers(job.layer_flops, job.last_flops, layout.chunks))
-        sizes = splits[layout.chunks]
+        sizes, missed = splits[layout.chunks], list[TooLarge]()
         for policy in policies:
             # two buffers save something where there are more chunks
             options = replace(base, policy=policy, pipeline_zero2=base.pipeline_zero2 and layout.vpp > 2)
             memory = tuple(of_rank(job, layout, options, sizes, rank) for rank in range(layout.pp))
-            fits = max(m.total for m in memory) <= device_bytes and max(m.host for m in memory) <= host_bytes
-            if fits:
+            fullest, on_host = max(memory, key=lambda m: m.total), max(m.host for m in memory)
+            excess = max(0.0, fullest.total - device_bytes) + max(0.0, on_host - host_bytes)
+            if not excess:
                 found.append(Found(layout, options, sizes, memory, of_layout(job, layout, options, sizes, hardware)))
                 break
+            missed.append(TooLarge(layout, policy, excess, fullest, on_host))
         else:
-            fullest = max(memory, key=lambda m: m.total)
-            on_host = fullest.total <= device_bytes
-            kind = "host memory" if on_host else max(fullest.device, key=fullest.device.__getitem__)
-            rejected[f"does not fit under any policy; largest share: {kind}"] += 1
-            nearest.append((fullest.total, layout, fullest))
+            best = min(missed, key=lambda entry: entry.excess)
+            device = best.fullest.device
+            share = f"largest share: {max(device, key=device.__getitem__)}"
+            what = share if best.fullest.total > device_bytes else "too little host memory"
+            rejected[f"does not fit under any policy; {what}"] += 1
+            nearest.append(best)
     found.sort(key=lambda entry: entry.cost.seconds)
-    nearest.sort(key=lambda entry: entry[0])
+    nearest.sort(key=lambda entry: entry.excess)
     return Result(found, considered, rejected, nearest[:5])

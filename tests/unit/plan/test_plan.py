@@ -272,7 +272,7 @@ def test_megatron_accepts_the_flags_for_the_published_models(model, gpus, contex
         ("--json nowhere/plan.json", "--json nowhere/plan.json: its folder does not exist"),
         ("--png nowhere/plan.png", "--png nowhere/plan.png: its folder does not exist"),
         ("--model kimi_k9", "invalid choice"),
-        ("--tensor-parallel 3", "most often because: TP x CP x PP does not divide the number of GPUs"),
+        ("--tensor-parallel 3", "TP must divide the 32 heads of kimi_linear; there are layouts with"),
     ],
 )
 def test_bad_input_is_one_sentence(words, message, capsys):
