@@ -22,7 +22,9 @@ from k3_plugins.atomic import replacing
 
 def main(argv: list[str] | None = None) -> int:
     """See the module docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser.add_argument("--quick", action="store_true", help="measure less, in minutes instead of hours")
     what = parser.add_mutually_exclusive_group()

@@ -27,7 +27,11 @@ from tests.distributed.matrix.runs import EQUAL, REFUSED, Runs
 
 def main() -> int:
     """Returns 1 if a case that was run neither equals one process nor is refused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.distributed.matrix",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("what", choices=("page", "run"))
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--without", action="append", default=[])
@@ -35,6 +39,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path)
     own = parser.parse_args()
+    given = [f"--{name}" for name, value in vars(own).items() if value != parser.get_default(name) and name != "what"]
+    if own.what == "page" and given:
+        parser.error(f"{', '.join(given)}: page trains nothing; drop what belongs to run")
     started = time.monotonic()
 
     record, good = Record.read(), True
