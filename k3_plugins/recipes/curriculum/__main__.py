@@ -19,7 +19,7 @@ from pathlib import Path
 
 from k3_plugins.data.sources import InputError
 from k3_plugins.recipes.curriculum.schedule import Curriculum, CurriculumError, Placed, place, read
-from k3_plugins.recipes.curriculum.stages import command, train
+from k3_plugins.recipes.curriculum.stages import commands, train
 
 
 def show(curriculum: Curriculum, placed: list[Placed]) -> None:
@@ -66,8 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         placed = place(curriculum)
         show(curriculum, placed)
         if options.dry_run:
-            for entry in placed:
-                words = command(curriculum, entry, options.output, resume=entry.first_step > 0)
+            for entry, words in zip(placed, commands(curriculum, placed, options.output), strict=True):
                 print(f"\n# {entry.stage.name}\npython {shlex.join(words)}")
             return 0
         train(curriculum, placed, options.output)

@@ -12,12 +12,14 @@ Letters: N samples, T tokens counted before a stage; W tokens of warm-up, A toke
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from k3_plugins.data.tokenizers import TokenizerInfo
 from k3_plugins.recipes import declaration
 
 
@@ -28,19 +30,11 @@ class CurriculumError(ValueError):
 Words = tuple[str, ...]
 Positive = Annotated[int, Field(ge=1)]
 
-RESERVED = frozenset(
-    ("seq-length", "global-batch-size", "micro-batch-size", "train-iters", "train-samples", "exit-interval")
-    + ("lr", "min-lr", "lr-decay-style", "save", "load", "tensorboard-dir")
-    + ("lr-warmup-samples", "lr-decay-samples", "lr-warmup-fraction", "lr-warmup-iters", "lr-decay-iters")
-    + ("train-data-path", "valid-data-path", "data-path")
-)
-"""Flags that follow from the stages."""
-
 
 class Stage(BaseModel):
     """One entry of ``stages``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     tokens: Positive
@@ -92,7 +86,7 @@ class Stage(BaseModel):
 class Curriculum(BaseModel):
     """The whole file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     lr: Annotated[float, Field(gt=0)]
     min_lr: Annotated[float, Field(ge=0)] = Field(alias="min-lr")
@@ -185,6 +179,52 @@ def place(curriculum: Curriculum) -> list[Placed]:
         placed.append(Placed(stage, step, sample, token, style, round(before), round(end)))
         step, sample, token = step + stage.steps, sample + samples, token + samples * stage.context
     return placed
+
+
+def _samples(curriculum: Curriculum, placed: Placed, output: Path) -> int:
+    """Enough for the data set, whatever the batch sizes of earlier stages; the stage ends at its last step."""
+    batch = placed.stage.global_batch
+    return max(placed.last_step * batch, placed.first_sample + placed.stage.steps * batch)
+
+
+FLAGS: dict[str, Callable[[Curriculum, Placed, Path], str | int | Path | None]] = {
+    "seq-length": lambda curriculum, placed, output: placed.stage.context,
+    "max-position-embeddings": lambda curriculum, placed, output: max(stage.context for stage in curriculum.stages),
+    "micro-batch-size": lambda curriculum, placed, output: placed.stage.micro_batch,
+    "global-batch-size": lambda curriculum, placed, output: placed.stage.global_batch,
+    # validation counts its samples over all stages: the same batch in each
+    "eval-global-batch-size": lambda curriculum, placed, output: curriculum.eval_global_batch,
+    "eval-micro-batch-size": lambda curriculum, placed, output: 1,
+    "train-samples": _samples,
+    "exit-interval": lambda curriculum, placed, output: placed.last_step,
+    "lr": lambda curriculum, placed, output: f"{curriculum.lr:.10g}",
+    "min-lr": lambda curriculum, placed, output: f"{curriculum.min_lr:.10g}",
+    "lr-decay-style": lambda curriculum, placed, output: placed.style,
+    "lr-warmup-samples": lambda curriculum, placed, output: placed.warmup_samples,
+    "lr-decay-samples": lambda curriculum, placed, output: placed.decay_samples,
+    "override-opt-param-scheduler": lambda curriculum, placed, output: None,
+    "save": lambda curriculum, placed, output: output / "checkpoints",
+    "save-interval": lambda curriculum, placed, output: 10**9,
+    "ckpt-format": lambda curriculum, placed, output: "torch_dist",
+    "dist-ckpt-optim-fully-reshardable": lambda curriculum, placed, output: None,
+    "tensorboard-dir": lambda curriculum, placed, output: output / "tensorboard",
+}
+"""Megatron's flag -> its value in a stage of the run in a folder; None for a flag without a value."""
+
+_TOKENIZER = (word for kind in ("byte", "hf", "sp") for word in TokenizerInfo(kind, "", 1, 0).megatron_flags)
+
+RESERVED = (
+    frozenset(FLAGS)
+    | {word.removeprefix("--") for word in _TOKENIZER if word.startswith("--")}
+    | {
+        *("load", "train-data-path", "valid-data-path", "data-path"),
+        # other ways to say the same, or other spellings
+        *("train-iters", "rampup-batch-size", "step-batch-size-schedule", "lr-warmup-fraction", "lr-warmup-iters"),
+        *("lr-decay-iters", "override-opt_param-scheduler", "use-checkpoint-opt_param-scheduler"),
+        *("use-checkpoint-opt-param-scheduler", "yaml-cfg"),
+    }
+)
+"""Flags that follow from the stages and their data sets."""
 
 
 def read(path: Path) -> Curriculum:

@@ -3,59 +3,82 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from k3_plugins.data import sidecar
 from k3_plugins.recipes import process
-from k3_plugins.recipes.curriculum.schedule import Curriculum, CurriculumError, Placed
+from k3_plugins.recipes.curriculum import record
+from k3_plugins.recipes.curriculum.schedule import FLAGS, Curriculum, CurriculumError, Placed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def data_flags(placed: Placed) -> list[str]:
-    """The mix of a stage as Megatron's blend, and the tokenizer that its sets share.
+def common_tokenizer(placed: Sequence[Placed]) -> tuple[str, ...]:
+    """Megatron's flags of the tokenizer that made the data sets of all stages.
 
     Raises:
         InputError: for a folder that is no prepared data set.
-        CurriculumError: if the sets were made with different tokenizers, or one has no validation split.
+        CurriculumError: if they were made with different ones.
     """
-    train, valid, tokenizers = [], [], {}
+    found: dict[tuple[str, ...], str] = {}
+    for entry in placed:
+        for folder in entry.stage.data:
+            flags = tuple(sidecar.read(folder).tokenizer.megatron_flags)
+            found.setdefault(flags, f"{folder} (stage {entry.stage.name})")
+    if len(found) > 1:
+        raise CurriculumError(
+            f"{', '.join(found.values())} were made with different tokenizers; prepare the data sets of all stages with"
+            " one"
+        )
+    return next(iter(found))
+
+
+def data_flags(placed: Placed) -> list[str]:
+    """The mix of a stage as Megatron's blend.
+
+    Raises:
+        InputError: for a folder that is no prepared data set.
+        CurriculumError: if one has no validation split.
+    """
+    train, valid = [], []
     for folder, weight in placed.stage.data.items():
-        info = sidecar.read(folder)
-        if "validation" not in info.splits:
+        if "validation" not in sidecar.read(folder).splits:
             raise CurriculumError(f"stage {placed.stage.name}: {folder} has no validation split; prepare it with one")
-        tokenizers[folder] = tuple(info.tokenizer.megatron_flags)
         train += [f"{weight:g}", os.path.join(folder, "train")]
         valid += [f"{weight:g}", os.path.join(folder, "validation")]
-    if len(set(tokenizers.values())) > 1:
-        raise CurriculumError(f"stage {placed.stage.name}: {', '.join(tokenizers)} were made with different tokenizers")
-    return ["--train-data-path", *train, "--valid-data-path", *valid, *next(iter(tokenizers.values()))]
+    return ["--train-data-path", *train, "--valid-data-path", *valid]
 
 
-def command(curriculum: Curriculum, placed: Placed, output: Path, resume: bool) -> list[str]:
-    """The words after ``python`` for one stage."""
-    stage = placed.stage
-    longest = max(entry.context for entry in curriculum.stages)
-    # enough samples for the data set, whatever the batch sizes of earlier stages; the stage ends at its last step
-    samples = max(placed.last_step * stage.global_batch, placed.first_sample + stage.steps * stage.global_batch)
-    words: list[str | int | Path] = [
-        "--seq-length", stage.context, "--max-position-embeddings", longest,
-        "--micro-batch-size", stage.micro_batch, "--global-batch-size", stage.global_batch,
-        # validation counts its samples over all stages: the same batch in each
-        "--eval-global-batch-size", curriculum.eval_global_batch, "--eval-micro-batch-size", 1,
-        "--train-samples", samples, "--exit-interval", placed.last_step,
-        "--lr", f"{curriculum.lr:.10g}", "--min-lr", f"{curriculum.min_lr:.10g}", "--lr-decay-style", placed.style,
-        # one word each: a negative number must not look like a flag
-        f"--lr-warmup-samples={placed.warmup_samples}", f"--lr-decay-samples={placed.decay_samples}",
-        "--override-opt-param-scheduler",
-        "--save", output / "checkpoints", "--save-interval", 10**9,
-        "--ckpt-format", "torch_dist", "--dist-ckpt-optim-fully-reshardable",
-        "--tensorboard-dir", output / "tensorboard",
-    ]  # fmt: skip
-    if resume:
-        words += ["--load", output / "checkpoints"]
-    door = [*process.door(stage.nproc), *curriculum.flags, *stage.flags]
-    return [*door, *data_flags(placed), *map(str, words)]
+def commands(curriculum: Curriculum, placed: Sequence[Placed], output: Path) -> list[list[str]]:
+    """The words after ``python`` for every stage.
+
+    Raises:
+        InputError, CurriculumError: for data sets that cannot be used, see :func:`common_tokenizer` and
+            :func:`data_flags`.
+    """
+    tokenizer = common_tokenizer(placed)
+    result = []
+    for entry in placed:
+        words = [
+            *process.door(entry.stage.nproc),
+            *curriculum.flags,
+            *entry.stage.flags,
+            *data_flags(entry),
+            *tokenizer,
+        ]
+        for name, function in FLAGS.items():
+            value = function(curriculum, entry, output)
+            if value is None:
+                words.append(f"--{name}")
+            elif str(value).startswith("-"):  # one word: a negative number must not look like a flag
+                words.append(f"--{name}={value}")
+            else:
+                words += [f"--{name}", str(value)]
+        if entry.first_step > 0:
+            words += ["--load", str(output / "checkpoints")]
+        result.append(words)
+    return result
 
 
 def reached(output: Path) -> int:
@@ -78,19 +101,25 @@ def train(curriculum: Curriculum, placed: list[Placed], output: Path) -> None:
     """Run what is not done yet.
 
     Raises:
-        CurriculumError: if a checkpoint stands where no stage ends, or a stage fails; the log is named.
+        CurriculumError: if the curriculum is not the one that was begun, a checkpoint stands where no stage ends, or a
+            stage fails; the log is named.
         InputError: for a data set that cannot be used (checked for all stages before the first one starts).
     """
+    words_of_stages = commands(curriculum, placed, output)
+    now = record.values(curriculum, common_tokenizer(placed))
     done = reached(output)
-    ends = [0, *(entry.last_step for entry in placed)]
-    if done not in ends:
-        raise CurriculumError(
-            f"{output / 'checkpoints'} stands at step {done}, where no stage of this curriculum ends ({ends[1:]}); give"
-            " --output another folder, or the file that it was trained with"
-        )
-    commands = [command(curriculum, entry, output, resume=entry.first_step > 0) for entry in placed]
+    if done:
+        record.check(output, now, finished=0)  # the curve first: without it, where stages end means nothing
+        ends = [entry.last_step for entry in placed]
+        if done not in ends:
+            raise CurriculumError(
+                f"{output / 'checkpoints'} stands at step {done}, where no stage of this curriculum ends ({ends}); give"
+                " --output another folder, or the file that it was trained with"
+            )
+        record.check(output, now, finished=ends.index(done) + 1)
     (output / "logs").mkdir(parents=True, exist_ok=True)
-    for number, (entry, words) in enumerate(zip(placed, commands, strict=True), start=1):
+    record.write(output, now)
+    for number, (entry, words) in enumerate(zip(placed, words_of_stages, strict=True), start=1):
         label = f"stage {number}/{len(placed)} {entry.stage.name}"
         if entry.last_step <= done:
             print(f"{label}: done", flush=True)

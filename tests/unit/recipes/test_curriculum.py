@@ -1,14 +1,18 @@
 """The context curriculum: what may be declared, the learning-rate curve, and a run through changing layouts."""
 
+import json
 import math
 import re
 
 import pytest
 import yaml
 
+from k3_plugins.data import sidecar
+from k3_plugins.data.tokenizers import TokenizerInfo
+from k3_plugins.recipes import process
 from k3_plugins.recipes.curriculum.__main__ import main
-from k3_plugins.recipes.curriculum.schedule import Curriculum, CurriculumError, place, read
-from k3_plugins.recipes.curriculum.stages import reached
+from k3_plugins.recipes.curriculum.schedule import RESERVED, Curriculum, CurriculumError, place, read
+from k3_plugins.recipes.curriculum.stages import commands, reached
 from k3_plugins.report.events import read_run
 
 
@@ -52,8 +56,19 @@ def test_megatrons_scheduler_draws_the_curve_with_the_numbers_of_each_stage():
 
     for placed in place(run):
         scheduler = OptimizerParamScheduler(
-            Optimizer(), 0.0, run.lr, run.min_lr, placed.warmup_samples, placed.decay_samples, placed.style,
-            0.1, 0.1, 1000, "constant", use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+            Optimizer(),
+            0.0,
+            run.lr,
+            run.min_lr,
+            placed.warmup_samples,
+            placed.decay_samples,
+            placed.style,
+            0.1,
+            0.1,
+            1000,
+            "constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
         )
         for step in range(placed.stage.steps + 1):
             scheduler.num_steps = placed.first_sample + step * placed.stage.global_batch
@@ -69,6 +84,15 @@ def test_megatrons_scheduler_draws_the_curve_with_the_numbers_of_each_stage():
         ({"stages": []}, "stages must have at least 1 entries"),
         ({"stages": 3}, "stages is 3, but must be a list"),
         ({"lr": 0}, "lr is 0, but must be above 0"),
+        ({"lr": math.inf}, "lr is inf, but must be a finite number"),
+        ({"stages": [stage("a", 20480, 32, 32, data={"x": math.inf})]}, "stages.1.data.x is inf, but must be a finite"),
+        ({"flags": "--save-interval 5"}, "--save-interval follows from the stages"),
+        ({"flags": "--ckpt-format torch"}, "--ckpt-format follows from the stages"),
+        ({"flags": "--max-position-embeddings=64"}, "--max-position-embeddings=64 follows from the stages"),
+        (
+            {"stages": [stage("a", 20480, 32, 32, flags="--tokenizer-type X")]},
+            "--tokenizer-type follows from the stages",
+        ),
         ({"lr": "fast"}, "lr is 'fast', but must be a number"),
         ({"warmup": 1}, "warmup is 1, but must be below 1"),
         ({"eval-global-batch": "few"}, "eval-global-batch is 'few', but must be a whole number"),
@@ -97,6 +121,104 @@ def test_a_wrong_file_is_one_sentence(change, message, tmp_path, capsys):
     assert message in str(error.value)
     assert main([str(path), "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def prepared(folder, vocabulary=256, splits=("train", "validation")):
+    """A data set folder, as far as a command needs it."""
+    folder.mkdir(exist_ok=True)
+    split = sidecar.SplitInfo(1, 2, 3, "")
+    info = sidecar.DatasetInfo(TokenizerInfo("byte", None, vocabulary, 0), dict.fromkeys(splits, split), 0.1, 1)
+    sidecar.write(info, folder, str(folder))
+    return str(folder)
+
+
+def test_every_flag_of_a_command_is_reserved(tmp_path):
+    data = {prepared(tmp_path / "x"): 1}
+    run = Curriculum(**curriculum(*({**entry, "data": data} for entry in THREE), flags="--the-last-of-mine"))
+    for words in commands(run, place(run), tmp_path):
+        own = words[words.index("--the-last-of-mine") + 1 :]
+        assert {word[2:].partition("=")[0] for word in own if word.startswith("--")} <= RESERVED
+
+
+@pytest.fixture
+def three(tmp_path, monkeypatch):
+    """A function that calls the curriculum of three stages, changed; runs are pretended, up to a number of steps."""
+    data = prepared(tmp_path / "x")
+    steps = []
+
+    def train(words, log):
+        log.write_text("out of memory\n")
+        last = int(words[words.index("--exit-interval") + 1])
+        if last > steps[-1]:
+            return 1
+        tracker = tmp_path / "out" / "checkpoints" / "latest_checkpointed_iteration.txt"
+        tracker.parent.mkdir(exist_ok=True)
+        tracker.write_text(str(last))
+        return 0
+
+    def call(until, stages=(), **changes):
+        steps.append(until)
+        entries = [{**entry, "data": {data: 1}} for entry in THREE]
+        for number, change in dict(stages).items():
+            if number > len(entries):
+                entries.append(entries[-1])
+            entries[number - 1] = {**entries[number - 1], **change}
+        path = tmp_path / "c.yaml"
+        path.write_text(yaml.safe_dump({**curriculum(*entries), **changes}))
+        return main([str(path), "--output", str(tmp_path / "out")])
+
+    monkeypatch.setattr(process, "run", train)
+    return call
+
+
+def test_what_decided_finished_steps_may_not_change(three, tmp_path, capsys):
+    assert three(0, lr=1e-3) == 2 and reached(tmp_path / "out") == 0
+    assert three(20) == 2 and reached(tmp_path / "out") == 20, "nothing was finished under the other rate"
+    for change, sentence in (
+        ({"lr": 1e-3}, "lr is 0.001, but {out} was trained with 0.002: put it back, or give --output another folder"),
+        ({"min-lr": 0.0}, "min-lr is 0.0, but {out} was trained with 0.0002"),
+        ({"warmup": 0.2}, "warmup is 0.2, but {out} was trained with 0.1"),
+        ({"eval-global-batch": 4}, "eval-global-batch is 4, but {out} was trained with 2"),
+        ({"flags": "--bf16"}, 'flags is ["--bf16"], but {out} was trained with []'),
+        ({"stages": {1: {"tokens": 40960}}}, "stages.1.tokens is 40960, but {out} was trained with 20480"),
+        ({"stages": {1: {"nproc": 2}}}, "stages.1.nproc is 2, but {out} was trained with 1"),
+        ({"stages": {3: {"tokens": 16384}}}, "stages.3.tokens is 16384, but {out} was trained with 8192"),
+        ({"stages": {3: {"cooldown": False}}}, "stages.3.cooldown is false, but {out} was trained with true"),
+    ):
+        capsys.readouterr()
+        assert three(28, **change) == 2
+        assert sentence.format(out=tmp_path / "out") in capsys.readouterr().err and reached(tmp_path / "out") == 20
+    # how a later stage is run decides nothing that was done
+    assert three(24, stages={1: {"name": "first"}, 2: {"nproc": 2, "flags": "--context-parallel-size 2"}}) == 2
+    assert reached(tmp_path / "out") == 24
+    capsys.readouterr()
+    assert three(28) == 2 and "stages.2.nproc is 1, but" in capsys.readouterr().err
+
+
+def test_a_later_stage_that_is_added_changes_the_curve(three, tmp_path, capsys):
+    assert three(20) == 2
+    assert three(28, stages={3: {"cooldown": False}, 4: {"name": "d", "cooldown": True}}) == 2
+    assert "number of stages is 4, but" in capsys.readouterr().err and reached(tmp_path / "out") == 20
+
+
+def test_a_checkpoint_without_a_record_is_not_continued(three, tmp_path, capsys):
+    assert three(20) == 2
+    record = tmp_path / "out" / "curriculum.json"
+    assert json.loads(record.read_text())["lr"] == 2e-3
+    for text, sentence in ((None, "is missing; give --output another folder"), ("{}", "cannot be read ('lr')")):
+        record.unlink()
+        if text is not None:
+            record.write_text(text)
+        assert three(28) == 2 and sentence in capsys.readouterr().err and reached(tmp_path / "out") == 20
+        record.touch()
+
+
+def test_the_tokenizers_of_all_stages_are_compared_before_the_first(three, tmp_path, capsys):
+    other = prepared(tmp_path / "y", vocabulary=300)
+    assert three(28, stages={3: {"data": {other: 1}}}) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'x'} (stage a), {other} (stage c) were made with different tokenizers" in said
+    assert not (tmp_path / "out").exists()
 
 
 FLAGS = """--k3-plugins kda,gated-mla --k3-platform cpu --num-layers 2 --linear-attention-freq [1,0] --hidden-size 32
@@ -160,6 +282,6 @@ def test_stages_change_context_batch_layout_and_mix_and_a_stopped_run_goes_on(tm
     assert re.search(r"train_data_path \.+ \['4', '[^']*long/train', '1', '[^']*short/train'\]", logs[2].read_text())
 
     other = tmp_path / "other.yaml"
-    other.write_text(yaml.safe_dump({**values, "stages": [stage("only", 2048, 32, 16, data={short: 1})]}))
+    other.write_text(yaml.safe_dump({**values, "lr": 1e-3}))
     assert main([str(other), "--output", str(output)]) == 2
-    assert "stands at step 16, where no stage of this curriculum ends ([4])" in capsys.readouterr().err
+    assert f"lr is 0.001, but {output} was trained with 0.002" in capsys.readouterr().err
