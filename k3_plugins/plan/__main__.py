@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 from k3_plugins.atomic import replacing
+from k3_plugins.command_line import positive
 from k3_plugins.models.kimi_k3.config import PRESETS
 from k3_plugins.plan import report
 from k3_plugins.plan.advice import explain
@@ -34,13 +35,6 @@ SIZES = {
     "ep": "expert-parallel",
     "micro_batch": "micro-batch",
 }
-
-
-def positive(text: str) -> int:
-    """For argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
-    return int(text)
 
 
 def amount(text: str) -> float:
