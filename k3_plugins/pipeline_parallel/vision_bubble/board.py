@@ -27,7 +27,6 @@ class Board:
         p, v, m = problem.pipeline_size, problem.chunks, problem.microbatches
         self.kinds: list[tuple[TaskKind, int, int, int]] = []  # kind, micro-batch, part, index
         times: list[float] = []
-        needs: list[int] = []
         self.text: dict[tuple[bool, int, int], int] = {}  # (is forward, stage, micro-batch) -> task
         self.orders: list[list[int]] = []
         self.closed_list: list[int] = []
@@ -48,7 +47,7 @@ class Board:
                 if v > 1 and problem.communication == "blocking" and not op.is_forward and op.index < m * v - first:
                     self.closed_list.append(task)
             self.orders.append(order)
-        needs = [-1] * len(times)
+        needs: list[int] = [-1] * len(times)
         last = p * v - 1
         for (is_forward, stage, microbatch), task in self.text.items():
             if is_forward and stage > 0:

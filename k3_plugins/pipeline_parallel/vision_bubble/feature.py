@@ -93,6 +93,7 @@ class VisionBubble:
 
     def witness(self, model_chunks: Sequence[Any], args: Namespace) -> Witness:
         """Encoder tasks that ran where the plan had them."""
+        from k3_plugins.pipeline_parallel.vision_bubble.plan import TaskKind
         from k3_plugins.pipeline_parallel.vision_bubble.runtime import RUNTIME
 
         session = RUNTIME.last
@@ -100,7 +101,7 @@ class VisionBubble:
             return Witness("no schedule ran through the scheduler", ok=False)
         share = RUNTIME.hidden()[session.rank]
         tasks = session.executed()
-        encoded = sum(not task.kind.is_text and task.kind.value == "encoder forward" for task in tasks)
+        encoded = sum(task.kind is TaskKind.ENCODER_FORWARD for task in tasks)
         return Witness(
             f"{encoded} of {len(session.owner)} micro-batches encoded here, {len(tasks)} tasks in the planned order,"
             f" {100 * share:.0f} % of the encoder hidden, {session.peak_activations} activations kept at most",
@@ -139,7 +140,7 @@ def _conflicting_flags(args: Namespace) -> Sequence[str]:
         problems.append("--use-ring-exchange-p2p cannot be waited for after other work; drop it")
     if args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph:
         problems.append("CUDA graphs fix the order of work, which vision-bubble plans anew in every step; drop them")
-    if args.use_megatron_fsdp or getattr(args, "use_torch_fsdp2", False):
+    if args.use_megatron_fsdp or args.use_torch_fsdp2:
         problems.append("FSDP splits the encoder that vision-bubble copies to every pipeline rank; drop it")
     return problems
 

@@ -1,4 +1,7 @@
-"""What the planner returns: every task with its rank, order and time, and how good the whole is."""
+"""What the planner returns: every task with its rank, order and time, and how good the whole is.
+
+Letters: p pipeline ranks, m micro-batches of the step.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.training import get_args
+from megatron.training import get_args, print_rank_0
 from torch.distributed import ProcessGroup
 
 from k3_plugins import activation
@@ -159,6 +159,7 @@ class BubbleRuntime:
         self._replica = Replica(
             self._encoder(), self.source, self._groups[0], self._device, trained, self._late_gradients()
         )
+        self._tell_pieces()
         self._prepared = True
 
     def _encoder(self) -> MoonViT:
@@ -176,6 +177,14 @@ class BubbleRuntime:
 
     def _pieces(self) -> int:
         return min(self._config.vision_bubble_pieces, len(self._encoder().blocks))
+
+    def _tell_pieces(self) -> None:
+        pieces, asked = self._pieces(), self._config.vision_bubble_pieces
+        if pieces < asked:
+            print_rank_0(
+                f"> vision-bubble: an encoder backward has {pieces} pieces, one for each layer, instead of"
+                f" --vision-bubble-pieces {asked}"
+            )
 
     def _costs(self, batch: StepBatch) -> list[float]:
         """Of every micro-batch's images. With expert parallelism, whose exchanges tie data-parallel replicas together

@@ -60,7 +60,7 @@ def violations(plan: Plan) -> list[str]:
                 )
                 owner = seen.get((TaskKind.ENCODER_FORWARD, i, 0))
                 part = seen.get((TaskKind.ENCODER_BACKWARD, i, piece))
-                if owner is None or part is None or owner.rank != part.rank != -1:
+                if owner is None or part is None or owner.rank != part.rank:
                     faults.append(f"encoder backward {piece} of micro-batch {i} is not where its forward is")
     faults += [f"{key} is missing" for key in needed if key not in seen]
     faults += [f"{key} is not part of the step" for key in seen if key not in needed]

@@ -100,6 +100,17 @@ def test_a_step_without_images_is_not_measured():
     assert runtime._times is None
 
 
+def test_fewer_pieces_than_asked_for_are_told(capsys):
+    runtime = BubbleRuntime()
+    runtime.encoder = SimpleNamespace(blocks=[None] * 3)
+    for asked, told in ((99, True), (3, False), (2, False)):
+        runtime._config = VisionBubbleConfig(vision_bubble_pieces=asked)
+        runtime._tell_pieces()
+        sentence = "an encoder backward has 3 pieces, one for each layer, instead of --vision-bubble-pieces 99"
+        assert (sentence in capsys.readouterr().out) is told
+        assert runtime._pieces() == min(asked, 3)
+
+
 def test_hidden_is_what_the_encoder_took_out_of_idle_time():
     """By hand, p = 2, plain 1F1B, one micro-batch, forward 1 and backward 2 per stage: the text takes 6.
 
