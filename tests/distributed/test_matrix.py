@@ -58,6 +58,14 @@ def test_a_name_without_cases_is_an_error(monkeypatch, capsys):
     assert caught.value.code == 2 and "--only 'attnress': no case has that in its name" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--again"], ["--only", "kda"], ["--limit", "9"], ["--folder", "DIR"]])
+def test_the_page_alone_takes_no_flags_of_a_run(words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["matrix", "page", *words])
+    with pytest.raises(SystemExit) as caught:
+        matrix.main()
+    assert caught.value.code == 2 and f"{words[0]}: page trains nothing" in capsys.readouterr().err
+
+
 def test_refusals_are_those_of_the_record():
     assert ask(CASES.values()) == RECORD.refusals, REMEDY
 
@@ -114,6 +122,11 @@ def test_cells_and_their_states():
     assert (cell.state, cell.text) == (REFUSES, "not together")
     record.drop_others([second])
     assert not record.cases
+
+
+def test_a_cell_without_cases_is_an_error():
+    with pytest.raises(ValueError, match="a cell has no case: give table.py a layout"):
+        decide([], Record())
 
 
 def test_cases_from_the_table():

@@ -38,6 +38,8 @@ def decide(cases: Sequence[Case], record: Record) -> Cell:
             return Cell(VERIFIED, case)
         else:
             return Cell(NOT_VERIFIED, case, f"{entry['result']}: {entry['text']}")
+    if first is None:
+        raise ValueError("a cell has no case: give table.py a layout for it that has few enough ranks")
     return first
 
 
