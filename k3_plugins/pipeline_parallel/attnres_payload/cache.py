@@ -3,6 +3,8 @@
 An entry is put by the chunk that first gets hold of a block (by message or by computing it), read by later chunks of
 the same rank, and collected in the backward of the chunk that put it, which runs after the readers' backwards. A
 reader gets a fresh leaf: the graphs of two chunks never touch, as Megatron runs their backwards separately.
+
+Letters: s sequence (of this rank under sequence parallelism), b micro-batch, d hidden size.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,8 @@ Terms: P pipeline ranks, V virtual stages per rank, C = P*V chunks in model orde
 virtual stage c // P. Hop c is the message from chunk c to chunk c + 1. Block 0 is the token embedding, block n (from 1)
 the sum of the sublayer outputs of the n-th group of N layers. After e layers the finished blocks are 0 .. e // N,
 and a message always ends with the partial sum of block ceil(e / N), which is finished exactly when N divides e.
+
+Letters of a row: s sequence (of this rank under sequence parallelism), b micro-batch, d hidden size.
 """
 
 import functools

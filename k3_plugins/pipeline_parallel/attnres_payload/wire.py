@@ -6,6 +6,8 @@ rows and the id of every row. Gradients travel back in the same form.
 
 Header numbers are written in base 64 with one digit an element, because 64 is exact in every floating-point format a
 pipeline uses (bf16 counts to 256).
+
+Letters: s sequence (of this rank under sequence parallelism), b micro-batch, d hidden size.
 """
 
 from __future__ import annotations
