@@ -6,7 +6,7 @@ A piece is a file of its own. Both kinds get and give page-aligned uint8 buffers
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -115,4 +115,4 @@ class DeepSpeedFiles:
             raise OSError(f"{path} could not be read (async_io returned {done})")
 
 
-KINDS = {"files": PlainFiles, "deepspeed": DeepSpeedFiles}
+KINDS: dict[str, Callable[[], PieceIO]] = {"files": PlainFiles, "deepspeed": DeepSpeedFiles}
