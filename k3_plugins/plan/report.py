@@ -77,7 +77,7 @@ def flags(job: Job, found: Found, name: str) -> list[str]:
         # Megatron's own offload starts from a precision-aware optimizer, and from a share of 0
         offload = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--optimizer-offload-fraction"]
         zero2 = ["--zero2-optimizer-device", "cpu"]
-        words += zero2 if options.pipeline_zero2 else [*offload, options.optimizer_on_host]
+        words += zero2 if options.pipeline_zero2 else [*offload, str(options.optimizer_on_host)]
     if options.policy == "selective":
         words += ["--recompute-granularity", "selective", "--recompute-modules", *options.recompute_modules]
     elif options.policy in FULL:
