@@ -156,6 +156,7 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         if encoder == "every stage" and "pipeline-zero2" in features and not frozen:
             encoder = "every stage and a copy"
         notes.append("activations of the vision encoder depend on the images and are not counted")
+    notes += _counted_otherwise(args)
     if args.mtp_num_layers and args.mtp_use_repeated_layer:
         notes.append("--mtp-use-repeated-layer: its weights are counted for every depth")
     half = args.bf16 or args.fp16
@@ -182,6 +183,26 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         encoder_trained=not frozen,
     )
     return (replace(options, recompute_modules=modules) if policy == "selective" else options), notes
+
+
+def _counted_otherwise(args: Namespace) -> list[str]:
+    """Notes on flags of Megatron's that the estimate counts as other values of theirs."""
+    notes = []
+    method, layers = args.recompute_method, args.recompute_num_layers
+    if args.recompute_granularity == "full" and (method, layers) != ("uniform", 1):
+        notes.append(
+            f"--recompute-method {method} --recompute-num-layers {layers}: counted as uniform with 1, of every layer"
+            " its input kept and one layer computed again at a time; activations may take more"
+        )
+    if args.cpu_offloading_num_layers:
+        flag = f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}"
+        notes.append(f"{flag}: activations are counted on the GPU, none in host memory")
+    if args.optimizer != "adam":
+        notes.append(f"--optimizer {args.optimizer}: states are counted as Adam's, two moments per parameter")
+    if args.num_experts and args.expert_tensor_parallel_size > 1:
+        flag = f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size}"
+        notes.append(f"{flag}: experts are counted whole, as with 1, so that they take less than said")
+    return notes
 
 
 def _recomputation(args: Namespace, features: Collection[str]) -> tuple[str, tuple[str, ...], list[str]]:

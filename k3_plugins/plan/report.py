@@ -245,6 +245,8 @@ def print_numbers(console: Any, table: Any) -> None:
 
     if needed() > console.width:
         table.box, table.padding = box.SIMPLE_HEAD, 0
+    console.print(f"[italic]{table.title}[/italic]")
+    table.title = None  # of which rich makes lines as long as the table
     console.width = max(width := console.width, needed())
     console.print(table)
     console.width = width

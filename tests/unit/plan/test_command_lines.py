@@ -174,6 +174,9 @@ def test_the_memory_of_a_long_pipeline_fits_into_80_columns():
     text = printed(80, lambda console: report.print_numbers(console, report.memory_table(memories, "Memory")))
     assert text.count("123.4") == 8 * len(KINDS) and text.count("1234.5") == 8 and "…" not in text
     assert max(map(len, text.splitlines())) <= 80 and " 60 " in text and " 4 " not in text
+    title = "Memory of the fastest one, GB per GPU by pipeline rank"
+    text = printed(80, lambda console: report.print_numbers(console, report.memory_table(memories[:1], title)))
+    assert text.splitlines()[0].strip() == title  # in one line above a table that is narrower
 
 
 def test_help_names_defaults_and_choices(capsys, monkeypatch):

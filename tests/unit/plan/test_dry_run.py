@@ -67,6 +67,12 @@ PLAIN = {
     "mtp_num_layers": None,
     "optimizer_cpu_offload": False,
     "transformer_impl": "local",
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "cpu_offloading_num_layers": 0,
+    "optimizer": "adam",
+    "num_experts": 8,
+    "expert_tensor_parallel_size": 1,
     # of features, which are read only where the feature is on
     "activation_policy": None,
     "moe_moonep_memory_efficient": True,
@@ -91,6 +97,20 @@ def test_what_the_estimate_does_not_count_is_said():
         "--mtp-use-repeated-layer",
     )
     assert len(notes) == len(said) and all(any(word in note for note in notes) for word in said)
+
+
+def test_megatrons_flags_that_are_counted_as_other_values_are_said():
+    def full(method, layers):
+        return options(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)[1]
+
+    assert full("uniform", 1) == []
+    for method, layers in (("block", 1), ("uniform", 27)):
+        (note,) = full(method, layers)
+        assert f"--recompute-method {method} --recompute-num-layers {layers}: counted as uniform with 1" in note
+    for field, value in (("cpu_offloading_num_layers", 10), ("optimizer", "sgd"), ("expert_tensor_parallel_size", 4)):
+        (note,) = options(**{field: value})[1]
+        assert note.startswith(f"--{field.replace('_', '-')} {value}: ")
+    assert options(num_experts=None, expert_tensor_parallel_size=4)[1] == []
 
 
 def test_only_modules_that_our_layers_compute_again_make_a_selective_policy():

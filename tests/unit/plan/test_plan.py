@@ -155,6 +155,11 @@ def read_back(words):
     args = {
         "recompute_granularity": None,
         "recompute_modules": None,
+        "recompute_method": None,
+        "recompute_num_layers": 1,
+        "cpu_offloading_num_layers": 0,
+        "optimizer": "adam",
+        "num_experts": None,
         "transformer_impl": "transformer_engine",
         "fp16": False,
         "accumulate_allreduce_grads_in_fp32": True,  # Megatron's check, for bf16
@@ -175,6 +180,7 @@ def read_back(words):
     for start, end in itertools.pairwise([*starts, len(words)]):
         name, given = words[start][2:].replace("-", "_"), words[start + 1 : end]
         args[name] = given if name in lists else given[0] if given else True
+    args["recompute_num_layers"] = int(args["recompute_num_layers"])
     args["optimizer_offload_fraction"] = float(args["optimizer_offload_fraction"])
     found, notes = options_of(Namespace(**args), args["k3_plugins"].split(","), 0.0)
     assert notes == []
