@@ -140,7 +140,7 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
     """
     policy, modules, notes = _recomputation(args, features)
     rules = args.activation_policy if "activation-manager" in features else None
-    if rules == "decoder=cpu" and policy == "full":
+    if rules == "decoder=cpu" and policy == "full" and args.recompute_method == "uniform":
         policy = "full+cpu"
     elif rules:
         notes.append(
@@ -167,6 +167,8 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
         on_host = 1.0
     options = Options(
         policy=policy,
+        recompute_block=args.recompute_method == "block",
+        recompute_num_layers=args.recompute_num_layers or 1,
         pipeline_zero2="pipeline-zero2" in features,
         optimizer_on_host=on_host,
         moonep=moonep,
@@ -188,12 +190,6 @@ def options_of(args: Namespace, features: Collection[str], reserve: float) -> tu
 def _counted_otherwise(args: Namespace) -> list[str]:
     """Notes on flags of Megatron's that the estimate counts as other values of theirs."""
     notes = []
-    method, layers = args.recompute_method, args.recompute_num_layers
-    if args.recompute_granularity == "full" and (method, layers) != ("uniform", 1):
-        notes.append(
-            f"--recompute-method {method} --recompute-num-layers {layers}: counted as uniform with 1, of every layer"
-            " its input kept and one layer computed again at a time; activations may take more"
-        )
     if args.cpu_offloading_num_layers:
         flag = f"--cpu-offloading-num-layers {args.cpu_offloading_num_layers}"
         notes.append(f"{flag}: activations are counted on the GPU, none in host memory")

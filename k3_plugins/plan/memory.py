@@ -9,7 +9,7 @@ GEMM); kernels' own workspaces are in ``--reserve-memory``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,6 +63,11 @@ class Options:
     """Under the policy ``selective``, in Megatron's words: of those that do something with the layers of K3 (measured),
     `mlp` and `moe` compute whole feed-forward networks again, `shared_experts` and `layernorm` parts of a layer, and
     `moe_act` the activation of Transformer Engine's grouped experts."""
+    recompute_block: bool = False
+    """Under the policies `FULL`, Megatron's method ``block``: the first layers of a chunk are computed again, one by
+    one, and the others keep everything. Otherwise ``uniform``: all layers, in groups of which the input stays."""
+    recompute_num_layers: int = 1
+    """Of a chunk (``block``) or of a group (``uniform``)."""
     pipeline_zero2: bool = True
     optimizer_on_host: float = 0.0
     """Share of the master weights and moments that is in host memory."""
@@ -181,12 +186,35 @@ def feed_forward_width(config: KimiK3Config, layer: int, options: Options, again
 
 
 def layer_bytes(config: KimiK3Config, layer: int, options: Options) -> float:
-    """Activation bytes per token of a layer under a policy."""
-    if options.policy in FULL:
-        return options.element_bytes * config.hidden_size
+    """Activation bytes per token of a layer, of which nothing is computed again as a whole."""
     again = options.recompute_modules if options.policy == "selective" else ()
     widths = 2 * norm_width(config, "layernorm" in again) + attention_width(config, layer)
     return options.element_bytes * (widths + feed_forward_width(config, layer, options, again))
+
+
+def layers_kept(config: KimiK3Config, options: Options, layers: Sequence[int]) -> list[float]:
+    """Bytes per token that stay for the backward, by layer.
+
+    Args:
+        layers: of one chunk, in order.
+    """
+    whole = [layer_bytes(config, layer, options) for layer in layers]
+    if options.policy not in FULL:
+        return whole
+    entry, number = options.element_bytes * config.hidden_size, options.recompute_num_layers
+    if options.recompute_block:
+        return [entry] * len(layers[:number]) + whole[number:]
+    return [0.0 if place % number else entry for place in range(len(layers))]
+
+
+def most_again(config: KimiK3Config, options: Options, layers: Sequence[int]) -> float:
+    """Bytes per token that the backward of a chunk computes again and holds at a time, at most."""
+    keep = replace(options, policy="keep")
+    whole, kept = [layer_bytes(config, layer, keep) for layer in layers], layers_kept(config, options, layers)
+    again = [before - after for before, after in zip(whole, kept, strict=True)]
+    grouped = options.policy in FULL and not options.recompute_block
+    number = options.recompute_num_layers if grouped else 1
+    return max((sum(again[start : start + number]) for start in range(0, len(again), number)), default=0.0)
 
 
 def moonep_bytes(config: KimiK3Config, options: Options, experts: int, tokens: float) -> float:
@@ -214,29 +242,17 @@ def moonep_bytes(config: KimiK3Config, options: Options, experts: int, tokens: f
 
 
 @functools.lru_cache(maxsize=4096)
-def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Activation bytes per token of every chunk."""
-    layers = [layer_bytes(config, layer, options) for layer in range(config.num_layers)]
+def chunk_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
+    """Activation bytes per token of every chunk: what stays, and what is computed again and held at a time."""
     counts, start = [], 0
     for chunk, size in enumerate(sizes):
-        held = layers[start : start + size]
+        layers = range(start, start + size)
+        kept = sum(layers_kept(config, options, layers))
         if chunk == len(sizes) - 1:
-            held += layers[-1:] * options.mtp_layers
-        counts.append(sum(held))
+            kept += layers_kept(config, options, [config.num_layers - 1])[0] * options.mtp_layers
+        counts.append((kept, most_again(config, options, layers)))
         start += size
     return tuple(counts)
-
-
-@functools.lru_cache(maxsize=4096)
-def _again_bytes(config: KimiK3Config, options: Options, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """Bytes per token that the backward computes again, at most, for one layer of every chunk."""
-    keep = replace(options, policy="keep")
-    extra = [
-        layer_bytes(config, layer, keep) - (0 if options.policy in FULL else layer_bytes(config, layer, options))
-        for layer in range(config.num_layers)
-    ]
-    starts = [sum(sizes[:chunk]) for chunk in range(len(sizes))]
-    return tuple(max(extra[start : start + size]) for start, size in zip(starts, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -291,16 +307,12 @@ def of_rank(job: Job, layout: Layout, options: Options, sizes: tuple[int, ...], 
     tokens = job.context * layout.micro_batch / (layout.cp * layout.tp)
     passes = in_flight(layout, rank)
     kept = chunk_bytes(config, options, sizes)
-    stored = sum(kept[chunk] for chunk in own) * tokens * passes / layout.vpp
-    if options.policy in FULL:
-        # the layer whose backward runs is there in full
-        widest = max(_again_bytes(config, options, sizes)[chunk] for chunk in own) * tokens
-        two_layers = 2 * options.element_bytes * config.hidden_size * tokens
-        resident = stored if options.policy == "full" else min(stored, two_layers)
+    stored = sum(kept[chunk][0] for chunk in own) * tokens * passes / layout.vpp
+    resident = stored
+    if options.policy == "full+cpu":
+        resident = min(stored, 2 * options.element_bytes * config.hidden_size * tokens)  # two layers' inputs
         host += stored - resident
-        device["activations"] = resident + widest
-    else:
-        device["activations"] = stored + max(_again_bytes(config, options, sizes)[chunk] for chunk in own) * tokens
+    device["activations"] = resident + max(kept[chunk][1] for chunk in own) * tokens
     if config.attn_res_block_size is not None and layout.pp > 1:
         hops = rows_per_hop(config.attn_res_block_size, layout.pp, sizes)
         arriving = sum(hops[chunk - 1] for chunk in own if chunk) / layout.vpp

@@ -13,7 +13,7 @@ from k3_plugins.plan import parameters
 from k3_plugins.plan.dry_run import DOORS, without_own
 from k3_plugins.plan.from_arguments import SIZES, model_of, options_of
 from k3_plugins.plan.layout import Job, Layout
-from k3_plugins.plan.memory import Options, chunk_parameters, of_rank
+from k3_plugins.plan.memory import Options, chunk_bytes, chunk_parameters, layer_bytes, of_rank
 from tests.harness.launch import launch
 
 DRY_RUN = "k3_plugins.plan.dry_run"
@@ -100,17 +100,31 @@ def test_what_the_estimate_does_not_count_is_said():
 
 
 def test_megatrons_flags_that_are_counted_as_other_values_are_said():
-    def full(method, layers):
-        return options(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)[1]
-
-    assert full("uniform", 1) == []
-    for method, layers in (("block", 1), ("uniform", 27)):
-        (note,) = full(method, layers)
-        assert f"--recompute-method {method} --recompute-num-layers {layers}: counted as uniform with 1" in note
     for field, value in (("cpu_offloading_num_layers", 10), ("optimizer", "sgd"), ("expert_tensor_parallel_size", 4)):
         (note,) = options(**{field: value})[1]
         assert note.startswith(f"--{field.replace('_', '-')} {value}: ")
     assert options(num_experts=None, expert_tensor_parallel_size=4)[1] == []
+
+
+def test_full_recomputation_of_some_layers_or_in_groups():
+    """A chunk of eight layers of the tiny model, whose layers differ."""
+    config = PRESETS["kimi_k3_moe_tiny"]
+
+    def activations(method, number):
+        words = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": number}
+        found, notes = options(**words)
+        assert not notes
+        return chunk_bytes(config, found, (config.num_layers,))[0]
+
+    keep = [layer_bytes(config, layer, Options(policy="keep", moonep=False)) for layer in range(config.num_layers)]
+    entry = 2.0 * config.hidden_size
+    assert activations("uniform", 1) == (entry * len(keep), max(keep) - entry)
+    assert activations("uniform", 2) == (
+        entry * len(keep) / 2, max(sum(keep[start : start + 2]) for start in range(0, len(keep), 2)) - entry
+    )  # fmt: skip
+    assert activations("uniform", len(keep)) == (entry, sum(keep) - entry)
+    assert activations("block", 2) == (2 * entry + sum(keep[2:]), max(keep[:2]) - entry)
+    assert activations("block", 99) == activations("uniform", 1)
 
 
 def test_only_modules_that_our_layers_compute_again_make_a_selective_policy():
