@@ -209,11 +209,14 @@ def layers_kept(config: KimiK3Config, options: Options, layers: Sequence[int]) -
 
 def most_again(config: KimiK3Config, options: Options, layers: Sequence[int]) -> float:
     """Bytes per token that the backward of a chunk computes again and holds at a time, at most."""
-    keep = replace(options, policy="keep")
-    whole, kept = [layer_bytes(config, layer, keep) for layer in layers], layers_kept(config, options, layers)
-    again = [before - after for before, after in zip(whole, kept, strict=True)]
-    grouped = options.policy in FULL and not options.recompute_block
-    number = options.recompute_num_layers if grouped else 1
+    keep, number = replace(options, policy="keep"), 1
+    if options.policy in FULL:
+        number = options.recompute_num_layers
+        again = [layer_bytes(config, layer, keep) for layer in layers]
+        if options.recompute_block:
+            again, number = again[:number], 1
+    else:
+        again = [layer_bytes(config, layer, keep) - layer_bytes(config, layer, options) for layer in layers]
     return max((sum(again[start : start + number]) for start in range(0, len(again), number)), default=0.0)
 
 

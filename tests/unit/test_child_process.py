@@ -66,14 +66,24 @@ def test_a_time_limit_ends_what_takes_no_notice_of_sigterm(tmp_path, monkeypatch
     assert ended(pid)
 
 
-def test_output_code_and_handlers_are_the_callers():
+@pytest.fixture
+def as_started():
+    """Signals as in a new process; other tests may have left handlers here."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_output_code_and_handlers_are_the_callers(as_started):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     done = child_process.run([sys.executable, "-c", "print('said'); exit(3)"], stdout=subprocess.PIPE, text=True)
     assert (done.returncode, done.stdout) == (3, "said\n")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_a_signal_while_the_child_is_started_waits_until_the_child_is_known(monkeypatch):
+def test_a_signal_while_the_child_is_started_waits_until_the_child_is_known(as_started, monkeypatch):
     begun = []
 
     def start(*words, **options):

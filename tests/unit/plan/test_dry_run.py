@@ -118,12 +118,12 @@ def test_full_recomputation_of_some_layers_or_in_groups():
 
     keep = [layer_bytes(config, layer, Options(policy="keep", moonep=False)) for layer in range(config.num_layers)]
     entry = 2.0 * config.hidden_size
-    assert activations("uniform", 1) == (entry * len(keep), max(keep) - entry)
+    assert activations("uniform", 1) == (entry * len(keep), max(keep))
     assert activations("uniform", 2) == (
-        entry * len(keep) / 2, max(sum(keep[start : start + 2]) for start in range(0, len(keep), 2)) - entry
+        entry * len(keep) / 2, max(sum(keep[start : start + 2]) for start in range(0, len(keep), 2))
     )  # fmt: skip
-    assert activations("uniform", len(keep)) == (entry, sum(keep) - entry)
-    assert activations("block", 2) == (2 * entry + sum(keep[2:]), max(keep[:2]) - entry)
+    assert activations("uniform", len(keep)) == (entry, sum(keep))
+    assert activations("block", 2) == (2 * entry + sum(keep[2:]), max(keep[:2]))
     assert activations("block", 99) == activations("uniform", 1)
 
 
