@@ -25,10 +25,11 @@ from typing import Any
 from k3_plugins import platform
 from k3_plugins.arguments import parse_control, plain
 from k3_plugins.atomic import replacing
+from k3_plugins.command_line import positive
 from k3_plugins.diagnosis import Diagnosis, diagnose
 from k3_plugins.failure import PREFIX, fail
 from k3_plugins.feature import FeatureError
-from k3_plugins.plan.__main__ import amount, check_output, positive
+from k3_plugins.plan.__main__ import amount, check_output
 from k3_plugins.plan.from_arguments import changed, job_of, layers_per_chunk, layout_of, model_of, options_of
 from k3_plugins.plan.memory import Memory, of_rank
 from k3_plugins.plan.report import GB, gigabytes, memory_table, print_numbers

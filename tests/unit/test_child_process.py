@@ -4,12 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from k3_plugins import child_process
+from tests.harness.processes import ended, waits
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,18 +22,6 @@ print(rank.pid, worker.pid, flush=True)
 time.sleep(600)
 """
 """As torchrun does: a rank in a session of its own, ended on SIGTERM. The worker stays in the launcher's session."""
-
-
-def ended(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def waits(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def started(log):

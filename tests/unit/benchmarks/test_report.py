@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from benchmarks.report.claims import BENCHMARKS, Benchmark, Claim, Form
 from benchmarks.report.page import Line, lines, quantity, render
 from benchmarks.report.readers import Reading, moonep_slots, row
 from benchmarks.report.run import FILE, last_line, load, run
+from tests.harness.processes import ended, waits
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -54,18 +54,6 @@ def toy(tmp_path, arguments, name="toy", limit=60.0):
     )
     form = Form(arguments, limit)
     return Benchmark(name, str(script), f"Title of {name}", form, form, claims)
-
-
-def ended(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def waits(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_the_page_is_what_the_results_say():
